@@ -1,0 +1,53 @@
+# Two commands matter: `make demo` and `make test`. Both make .venv on first use and find it ready after that.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PLUGINS := $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/pyproject.toml)))
+TYPED := eplb_core $(wildcard plugins/*/src) $(wildcard examples/*)
+PYTEST := -m pytest
+
+.PHONY: demo test soak lint pytest pytest-optimized wheels clean
+.NOTPARALLEL:
+
+demo: $(VENV)/.installed
+	$(BIN)/eplb demo
+
+test: lint pytest pytest-optimized
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TYPED)
+
+# pytest's own status is non-zero when nothing was collected; conftest.py makes it so when nothing passed either.
+pytest: $(VENV)/.installed
+	$(BIN)/python $(PYTEST)
+
+# Contracts must hold where Python drops `assert`. The asserts of the tests themselves survive: pytest rewrites those of
+# test modules, tests/keep_asserts those of helpers and of the ranks that tests start, and tests/test_asserts.py fails
+# where either stops working. pytest's warning that it cannot vouch for the rest is therefore switched off.
+pytest-optimized: $(VENV)/.installed
+	$(BIN)/python -O $(PYTEST) -m "not slow and not soak and not gpu" \
+		-W "ignore:assertions not in test modules:pytest.PytestConfigWarning"
+
+soak: $(VENV)/.installed
+	$(BIN)/python $(PYTEST) -m soak
+
+wheels: $(VENV)/.installed
+	rm -rf dist
+	for dist in . $(PLUGINS); do (cd $$dist && $(CURDIR)/$(BIN)/hatchling build -d $(CURDIR)/dist) || exit 1; done
+
+clean:
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# A stamp each for the environment and for what is in it: an interrupted step is repeated, a finished one is not.
+$(VENV)/.made:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "eplb-core needs Python 3.10 or later; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.made requirements-dev.txt pyproject.toml $(PLUGINS:=/pyproject.toml)
+	$(BIN)/python -m pip install --disable-pip-version-check \
+		-r requirements-dev.txt -e '.[cli,testing]' $(addprefix -e ,$(PLUGINS))
+	touch $@

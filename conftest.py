@@ -1,0 +1,22 @@
+"""What holds for every run of the tests, the core's and the plugins': a run that proves nothing fails."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.flags.optimize:
+    _KEEP_ASSERTS = Path(__file__).parent / "tests" / "keep_asserts"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_KEEP_ASSERTS), os.environ.get("PYTHONPATH")]))
+    runpy.run_path(str(_KEEP_ASSERTS / "sitecustomize.py"))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Turn a green run in which no test passed (all skipped) into a failure."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if exitstatus == pytest.ExitCode.OK and not session.config.option.collectonly and not reporter.stats.get("passed"):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
