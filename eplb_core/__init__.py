@@ -1,0 +1,55 @@
+"""Move expert weights between the ranks of a Mixture-of-Experts engine while it serves.
+
+Importing this package imports neither torch nor numpy: public names are resolved on first use (PEP 562).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from eplb_core.hookspecs import hookimpl as hookimpl
+
+if TYPE_CHECKING:
+    from eplb_core.backend import API_VERSION as API_VERSION
+    from eplb_core.backend import BackendInfo as BackendInfo
+    from eplb_core.communicator import Communicator as Communicator
+    from eplb_core.communicator import RearrangeReport as RearrangeReport
+    from eplb_core.config import EPLBConfig as EPLBConfig
+    from eplb_core.control import ControlPlane as ControlPlane
+    from eplb_core.discovery import Catalog as Catalog
+    from eplb_core.discovery import discover as discover
+    from eplb_core.errors import EplbError as EplbError
+    from eplb_core.selection import Choice as Choice
+    from eplb_core.selection import select as select
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "API_VERSION": "backend",
+    "BackendInfo": "backend",
+    "Catalog": "discovery",
+    "Choice": "selection",
+    "Communicator": "communicator",
+    "ControlPlane": "control",
+    "EPLBConfig": "config",
+    "EplbError": "errors",
+    "RearrangeReport": "communicator",
+    "discover": "discovery",
+    "select": "selection",
+}
+
+__all__ = ["__version__", "hookimpl", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,406 @@
+"""The error catalogue: every code, the text it starts with, and what ``eplb explain`` says about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One code of the catalogue.
+
+    Parameters
+    ----------
+    text : str
+        How the message starts; ``{fields}`` are filled in by the error.
+    meaning : str
+        What the code says, in a sentence or two.
+    when : str
+        At which point of which call it happens, and on which ranks.
+    situations : tuple of str
+        What usually lies behind it.
+    solutions : tuple of str
+        What to do, most likely remedy first.
+    """
+
+    text: str
+    meaning: str
+    when: str
+    situations: tuple[str, ...]
+    solutions: tuple[str, ...]
+
+
+CATALOGUE: dict[str, Entry] = {}
+
+
+def _add(code: str, text: str, *, meaning: str, when: str, situations: list[str], solutions: list[str]) -> None:
+    if code in CATALOGUE:
+        raise ValueError(f"{code} stands in the catalogue twice")
+    CATALOGUE[code] = Entry(text, meaning, when, tuple(situations), tuple(solutions))
+
+
+# --- C: configuration -------------------------------------------------------------------------------------------------
+
+_add(
+    "EPLB-C001",
+    "Invalid EPLB configuration: {problem}.",
+    meaning="A field of EPLBConfig is unknown, has the wrong type or is out of range.",
+    when="While the configuration is built, before any plugin is looked at, on the rank that builds it.",
+    situations=["a misspelt key in an --eplb-config JSON", "a size or interval of zero", "a JSON made for another release"],
+    solutions=["correct the field that the message names", "see README for the fields and their defaults"],
+)
+_add(
+    "EPLB-C002",
+    "Async EPLB is only supported with the default policy.",
+    meaning="use_async=True was asked together with a policy other than 'default'.",
+    when="While the configuration is built.",
+    situations=["a custom policy was set and use_async kept its default, True"],
+    solutions=["set use_async=False", "or leave policy='default'"],
+)
+_add(
+    "EPLB-C003",
+    "log_balancedness_interval must be greater than 0.",
+    meaning="Balancedness is to be logged every N steps, and N is not positive.",
+    when="While the configuration is built, with log_balancedness=True.",
+    situations=["0 was meant to switch the log off"],
+    solutions=["set log_balancedness=False to switch the log off", "or give a positive interval"],
+)
+_add(
+    "EPLB-C004",
+    "{communicator} communicator is incompatible with async EPLB due to {reason}. "
+    "Use {alternatives} instead, or leave communicator unset for automatic selection.",
+    meaning="The backend that was named does not declare itself safe to run beside the model's own kernels.",
+    when="In select() and when the Communicator is built, with use_async=True and the backend named.",
+    situations=[
+        "an NCCL backend was named while async EPLB is on (the default)",
+        "a third-party backend declares no async_safe, which counts as unsafe",
+    ],
+    solutions=["name one of the backends the message offers", "leave communicator unset", "or set use_async=False"],
+)
+_add(
+    "EPLB-C005",
+    "{communicator} communicator cannot be used: {reason}.",
+    meaning="The backend that was named exists but a rule excludes it here.",
+    when="In select() and when the Communicator is built, on the rank where the rule fires.",
+    situations=[
+        "the library behind the backend is not installed or does not load",
+        "the weights live on a device the backend does not handle",
+        "the host scales elastically and the backend cannot",
+    ],
+    solutions=["follow the install hint in the message", "run 'eplb backends' to see what is usable here", "name another backend"],
+)
+_add(
+    "EPLB-C006",
+    "Unknown communicator {communicator!r}.",
+    meaning="No installed plugin offers a backend of that name.",
+    when="In select() and when the Communicator is built.",
+    situations=["the plugin's distribution is not installed in this environment", "a misspelt name", "EPLB_PLUGINS leaves it out"],
+    solutions=["pip install the plugin (for instance eplb-gloo)", "run 'eplb backends' for the names that exist"],
+)
+_add(
+    "EPLB-C007",
+    "No usable EPLB backend.",
+    meaning="communicator was left unset and every installed backend was rejected by a rule.",
+    when="In select() and when the Communicator is built.",
+    situations=["only the core is installed", "the only usable backends are not async-safe and use_async is on"],
+    solutions=["pip install eplb-gloo", "read the reason given for each candidate in the message"],
+)
+_add(
+    "EPLB-C008",
+    "Invalid options for backend {backend}: {problem}.",
+    meaning="The options given to the Communicator do not fit the backend's options model.",
+    when="When the Communicator is built.",
+    situations=["a misspelt option", "an option of another backend"],
+    solutions=["correct the option that the message names", "see the plugin's README for its options"],
+)
+_add(
+    "EPLB-C009",
+    "The process group cannot be used for the control plane: {problem}.",
+    meaning="ControlPlane.from_process_group needs a group that can move small CPU tensors, and a reachable host.",
+    when="In ControlPlane.from_process_group, on every rank of the group.",
+    situations=["an NCCL-only group was passed", "ranks run on several hosts and host= was not given"],
+    solutions=["pass the CPU (gloo) group of the expert-parallel group", "give host=, the address of group rank 0 that all ranks reach"],
+)
+_add(
+    "EPLB-C010",
+    "The Communicator cannot be built: {problem}.",
+    meaning="An argument of the Communicator does not fit the weights, the control plane or the chosen backend.",
+    when="When the Communicator is built, on the rank that was given the argument.",
+    situations=["landing= given to a backend with packed landing", "a second communicator with a name still in use"],
+    solutions=["correct the argument that the message names"],
+)
+_add(
+    "EPLB-C011",
+    "Unknown staging allocator {staging!r}.",
+    meaning="No installed plugin offers a staging allocator of that name, or it cannot be used here.",
+    when="When the Communicator is built with EPLBConfig(staging=...).",
+    situations=["the plugin is not installed", "its library does not load on this machine"],
+    solutions=["pip install eplb-cupy for cupy_pinned and cupy_device", "leave staging unset for torch's own allocator"],
+)
+_add(
+    "EPLB-C012",
+    "Unknown policy {policy!r}.",
+    meaning="No installed plugin offers a placement policy of that name.",
+    when="When the policy is looked up.",
+    situations=["a misspelt name", "the plugin is not installed"],
+    solutions=["use policy='default'", "install the plugin that offers it"],
+)
+
+# --- D: discovery -----------------------------------------------------------------------------------------------------
+
+_add(
+    "EPLB-D001",
+    "Plugin {entry_point!r} of {distribution} {version} was skipped: {reason}.",
+    meaning="An installed plugin could not be loaded. Everything else goes on without it.",
+    when="In discover(); raised only when EPLB_STRICT=1, or as the cause when the plugin's backend is asked for by name.",
+    situations=[
+        "the plugin's module raises while it is imported",
+        "a hook is misspelt, lacks @hookimpl, or takes an argument the contract does not offer",
+        "the plugin was built for another API version",
+    ],
+    solutions=["upgrade the plugin together with eplb-core", "pip uninstall the distribution named", "report it to its author"],
+)
+_add(
+    "EPLB-D002",
+    "{kind} {name!r} is claimed by more than one distribution: {claimants}.",
+    meaning="Two installed distributions offer the same name, and guessing between them could move weights with the wrong one.",
+    when="When that name is selected; the automatic choice skips it with this reason.",
+    situations=["a fork of a plugin is installed beside the original", "an old distribution name was not uninstalled"],
+    solutions=["pip uninstall one of the distributions named", "or set EPLB_PLUGINS to the entry points you want"],
+)
+_add(
+    "EPLB-D003",
+    "Backend {backend} could not be loaded: {reason}.",
+    meaning="The backend's class could not be imported, is incomplete, or is not the only implementation of its hooks.",
+    when="When the Communicator is built, after the backend was chosen. Another backend is never taken instead.",
+    situations=["a hook lacks @hookimpl", "an observer without wrapper=True", "the target named by the plugin does not exist"],
+    solutions=["correct the class the message names", "run 'eplb verify NAME' where the testing extra is installed"],
+)
+_add(
+    "EPLB-D004",
+    "Backend {backend} failed its probe: {reason}.",
+    meaning="The backend's library is present but does not work on this machine.",
+    when="When the Communicator is built, before the backend is constructed; also in 'eplb doctor' and 'eplb backends --probe'.",
+    situations=["a driver is missing or too old", "a transport that was required is not available"],
+    solutions=["follow the reason given", "run 'eplb backends --probe'", "name another backend"],
+)
+
+# --- M: metadata ------------------------------------------------------------------------------------------------------
+
+_add(
+    "EPLB-M001",
+    "Tensor {key} cannot be registered: {problem}.",
+    meaning="An expert weight has a memory layout whose rows cannot be moved as bytes.",
+    when="When the Communicator is built, on the rank that holds the tensor; its peers learn it at connect.",
+    situations=[
+        "a strided view, or an expanded tensor with stride 0",
+        "the expert axis is not the slowest in memory",
+        "two tensors of different layers share memory",
+    ],
+    solutions=["register a dense tensor with the expert axis slowest, e.g. t.contiguous() before the model is built"],
+)
+_add(
+    "EPLB-M002",
+    "{label} EPLB metadata key mismatch with rank {peer}: local={local}, peer={remote}",
+    meaning="Two ranks registered different sets of (layer, tensor).",
+    when="At connect, on every rank, before any byte moves.",
+    situations=["ranks loaded different models or quantisations", "tensor_names differ between ranks"],
+    solutions=["register the same tensors in the same order on every rank"],
+)
+_add(
+    "EPLB-M003",
+    "{label} EPLB nbytes_per_expert mismatch for {key} with rank {peer}: local={local}, peer={remote}",
+    meaning="One expert's row has another size on another rank.",
+    when="At connect, on every rank, before any byte moves.",
+    situations=["different dtype or quantisation between ranks", "a tensor-parallel shard of another width"],
+    solutions=["make shapes and dtypes of the experts equal on all ranks"],
+)
+_add(
+    "EPLB-M004",
+    "{label} EPLB {field} mismatch with rank {peer}: local={local}, peer={remote}",
+    meaning="Two ranks disagree about something that must be equal before bytes may move.",
+    when="At connect, on every rank, before any byte moves.",
+    situations=[
+        "different plugin or core versions on two nodes",
+        "ranks chose different backends because a library is missing on one node",
+        "dtype, stride, shared options or membership differ",
+    ],
+    solutions=["install the same versions everywhere", "name the communicator in the configuration", "compare 'eplb backends' on both nodes"],
+)
+_add(
+    "EPLB-M005",
+    "Refused a message from rank {peer}: {problem}.",
+    meaning="A control message was damaged, truncated, swapped or stale, and nothing in it was believed.",
+    when="Whenever a message is read from the store.",
+    situations=["two jobs share a store and a communicator name", "a proxy or a bug altered the bytes"],
+    solutions=["give each job a store, or a prefix, of its own", "give each communicator of a process its own name"],
+)
+_add(
+    "EPLB-M006",
+    "Rank {rank} could not take part: {reason}",
+    meaning="A rank failed before or during connect, and says why.",
+    when="At connect, on every other rank.",
+    situations=["that rank's tensors were refused at registration", "its backend could not be built"],
+    solutions=["mend what the reason names on that rank", "then build the communicator again on every rank, or rebuild()"],
+)
+
+# --- P: plan ----------------------------------------------------------------------------------------------------------
+
+_add(
+    "EPLB-P001",
+    "Invalid physical_to_logical_map: {problem}.",
+    meaning="A map has the wrong shape, type or values.",
+    when="In begin() and rearrange(), on every rank, before any byte moves.",
+    situations=["fewer layers than were registered", "a column count that is not world size times local experts", "ids below -1"],
+    solutions=["pass integer arrays [num_moe_layers, num_physical_experts] with -1 for empty slots"],
+)
+_add(
+    "EPLB-P002",
+    "Layer {layer}: expert {expert} is needed by rank {rank} and held by none.",
+    meaning="The new map asks for a logical expert that no rank holds in the old map.",
+    when="In begin() and rearrange(), on every rank, before any byte moves.",
+    situations=["old and new map were swapped", "the old map is not what the ranks really hold", "a dead rank held the last replica"],
+    solutions=["pass the map of the last report as old_map", "load the expert from a checkpoint first"],
+)
+_add(
+    "EPLB-P003",
+    "Ranks were given different {what}.",
+    meaning="The ranks do not agree on the maps of this rearrangement, so moving anything would corrupt weights.",
+    when="At agree, on every rank, before any byte moves. The communicator stays usable.",
+    situations=["the policy ran on different statistics per rank", "one rank is a rearrangement ahead"],
+    solutions=["compute the map on one rank and broadcast it", "reduce the statistics over all ranks first"],
+)
+_add(
+    "EPLB-P004",
+    "Invalid order of calls: {problem}.",
+    meaning="begin, stage, commit and end were called in an order the protocol does not allow.",
+    when="At the call, locally.",
+    situations=["stage() of a layer that is not next", "commit() of a layer that was not staged", "begin() inside an open generation"],
+    solutions=["stage the layers of gen.layers in order, commit each, then end()"],
+)
+_add(
+    "EPLB-P005",
+    "Layer {layer}: the plan needs rank {rank}, which is not a member.",
+    meaning="After a rebuild without some ranks, a map still puts experts on one of them or reads from it.",
+    when="In begin() and rearrange(), on every rank, before any byte moves.",
+    situations=["the map was not made anew after a rank was lost"],
+    solutions=["put -1 into the columns of the absent rank in the new map", "or rebuild with that rank back"],
+)
+
+# --- T: transfer ------------------------------------------------------------------------------------------------------
+
+_add(
+    "EPLB-T001",
+    "{label} transfer failed with state={state}",
+    meaning="The backend's library reported a failure of a transfer.",
+    when="In wait, on the rank that saw it; every rank aborts the layer with it.",
+    situations=["a peer died", "a link or a NIC failed", "memory was unregistered under the transfer"],
+    solutions=["look for the first error of the rank the message names", "rebuild() and go on", "run 'eplb doctor'"],
+)
+_add(
+    "EPLB-T002",
+    "Stalled for {seconds:.1f} s in {where}, waiting for {waiting_for}.",
+    meaning="A wait ran out of time: a peer is stopped, hung, or did not make the same call.",
+    when="In any wait, after timeout_s; every live rank aborts with the same text.",
+    situations=["a rank is stopped or swapped out", "ranks did not all call rearrange", "timeout_s is too short for this link"],
+    solutions=["look at the rank that is named first", "py-spy dump its process", "raise timeout_s if the transfer was moving"],
+)
+_add(
+    "EPLB-T003",
+    "Rank {rank} is gone ({where}).",
+    meaning="A rank's process ended: its connection to the ring closed without a goodbye.",
+    when="In any wait, within seconds, on every survivor.",
+    situations=["killed by the OOM killer or an operator", "crashed in a kernel"],
+    solutions=["look for that rank's own log", "rebuild(ranks=...) with the survivors"],
+)
+_add(
+    "EPLB-T004",
+    "Communicator {name!r} is unusable since {where}: {reason}",
+    meaning="An earlier failure left transfers that could not be drained, so nothing may move until rebuild().",
+    when="At every use after the failure, at once.",
+    situations=["a rank died or stalled in the middle of a layer"],
+    solutions=["call rebuild(timeout_s, ranks=...) on all survivors", "or close(force=True) and build a new one"],
+)
+_add(
+    "EPLB-T005",
+    "The store is lost in {where}: {problem}. Layers in doubt: {layers}.",
+    meaning="The process that hosts the store is gone, so the outcome of the layers named is not known here.",
+    when="At any store operation, within 3 s.",
+    situations=["the store's host rank was killed", "the network to it broke"],
+    solutions=["rebuild(timeout_s, control=ControlPlane.from_store(new_store, ...), ranks=...) settles the layers in doubt"],
+)
+_add(
+    "EPLB-T006",
+    "The commit of layer {layer} failed on rank {rank}: {reason}. The weights of this rank are invalid.",
+    meaning="A copy into the live weights raised, so this rank's layer is neither old nor new.",
+    when="In commit, on that rank alone; its peers see it as gone.",
+    situations=["a device error", "the host freed or resized a registered tensor"],
+    solutions=["end this process and load its weights again", "rebuild(ranks=...) on the others"],
+)
+_add(
+    "EPLB-T007",
+    "Rank {rank} failed in {where}: {reason}",
+    meaning="A rank could not do its part and said why; nobody committed the layer.",
+    when="On every rank, at once.",
+    situations=["an exception in a backend, an observer or the host"],
+    solutions=["mend what the reason names", "the placement that holds is in .report; rearrange again"],
+)
+_add(
+    "EPLB-T008",
+    "Communicator {name!r} is closed.",
+    meaning="A call came after close().",
+    when="At the call, locally.",
+    situations=["a worker thread outlived the communicator"],
+    solutions=["build a new communicator"],
+)
+_add(
+    "EPLB-T009",
+    "Rebuild refused: {problem}.",
+    meaning="rebuild() cannot make the communicator usable again in this process.",
+    when="In rebuild().",
+    situations=["as much landing memory is quarantined as the limit allows", "a landing= of the host is quarantined"],
+    solutions=["restart the process", "give a new landing="],
+)
+
+# --- B: bench ---------------------------------------------------------------------------------------------------------
+
+_add(
+    "EPLB-B001",
+    "Backend error: {0}",
+    meaning="The backend under test failed.",
+    when="While a bench runs.",
+    situations=["the backend is not usable on this machine"],
+    solutions=["run 'eplb backends'"],
+)
+_add(
+    "EPLB-B002",
+    "Endpoint not ready after {0}s: {1}",
+    meaning="A rank of the bench did not come up in time.",
+    when="While a bench starts.",
+    situations=["too many ranks for this machine"],
+    solutions=["use fewer ranks"],
+)
+_add(
+    "EPLB-B003",
+    "Configuration error: {0}",
+    meaning="The bench's arguments do not fit together.",
+    when="Before a bench starts.",
+    situations=["an unknown backend or preset"],
+    solutions=["see --help"],
+)
+_add(
+    "EPLB-B004",
+    "IO error: {0}",
+    meaning="A file of the bench could not be read or written.",
+    when="While a bench or demo reads or writes a file.",
+    situations=["a missing folder or permission"],
+    solutions=["check the path"],
+)
+_add(
+    "EPLB-B005",
+    "JSON error: {0}",
+    meaning="A file that should hold JSON does not.",
+    when="While a bench or demo reads a file.",
+    situations=["a truncated result file or checkpoint config"],
+    solutions=["write the file again"],
+)

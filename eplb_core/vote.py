@@ -1,0 +1,339 @@
+"""One vote: every member's ballot, one decision by atomic compare-and-set, obeyed by all."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eplb_core.control import Deadline, StoreClient
+from eplb_core.errors import EplbError, MetadataError, error_for
+from eplb_core.metadata import seal, unseal
+
+MAX_EVIDENCE_NBYTES = 64 << 10
+_MAX_MESSAGE_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """What one rank says in a vote.
+
+    Parameters
+    ----------
+    ok : bool
+        True for commit.
+    error : EplbError or None
+        Why not; every rank then raises this error.
+    content : Mapping
+        JSON-able facts for whoever decides (node, drained ...).
+    evidence : Mapping[str, bytes]
+        What observers attached, by observer name; at most 64 KiB in all.
+    cast_at_s : float
+        Wall clock of the caster, for "last seen" texts.
+    """
+
+    ok: bool
+    error: EplbError | None = None
+    content: Mapping[str, Any] = field(default_factory=dict)
+    evidence: Mapping[str, bytes] = field(default_factory=dict)
+    cast_at_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What stands in the decision key.
+
+    Parameters
+    ----------
+    commit : bool
+        The outcome.
+    by : int
+        The rank that wrote it.
+    error : EplbError or None
+        Why it was aborted.
+    fatal : bool
+        The failure leaves peers that will not answer again (dead or stalled), so nobody is asked whether it drained.
+    content : Mapping
+        Facts merged from the ballots, by rank.
+    """
+
+    commit: bool
+    by: int
+    error: EplbError | None = None
+    fatal: bool = False
+    content: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Vote:
+    """One vote of one generation.
+
+    Parameters
+    ----------
+    client : StoreClient
+        In the namespace of the epoch.
+    name, rank, epoch : str, int, int
+        What the messages are bound to.
+    members : sequence of int
+        Who votes.
+    generation : int
+        Rearrangement; 0 for connect.
+    topic : str
+        What is voted on: "records", "agree", "link", a layer's number, "drain" ...
+    where : str
+        The same for texts: "layer 5".
+
+    Notes
+    -----
+    Each rank sets its ballot, **then** counts itself; the count that reaches the number of members has therefore seen
+    every ballot set. Its caster reads all ballots and puts commit, when all are there and all say so; a rank that
+    fails or whose limit ran out puts abort. Both put with the same compare-and-set on one key that is never changed
+    afterwards, so whoever comes first decides for all, and ranks that die between two messages split nothing.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        *,
+        name: str,
+        rank: int,
+        epoch: int,
+        members: Sequence[int],
+        generation: int,
+        topic: str,
+        where: str,
+    ) -> None:
+        self._client = client
+        self._name = name
+        self._rank = rank
+        self._epoch = epoch
+        self._members = tuple(members)
+        self._generation = generation
+        self._prefix = f"{generation}/{topic}"
+        self.where = where
+        self.decision: Decision | None = None
+        self.balloted = False
+
+    @property
+    def decision_key(self) -> str:
+        """The key that holds the outcome."""
+        return f"{self._prefix}/decision"
+
+    def cast(self, ballot: Ballot, tally: Callable[[Mapping[int, Ballot]], Decision]) -> None:
+        """Set this rank's ballot and count it; the last one decides.
+
+        Parameters
+        ----------
+        ballot : Ballot
+            This rank's.
+        tally : callable
+            From all ballots to the decision; called on the last caster only.
+        """
+        self._client.set(self._ballot_key(self._rank), self._seal("ballot", _encode_ballot(ballot)))
+        self.balloted = True
+        if self._client.add(f"{self._prefix}/count") == len(self._members):
+            ballots = self.ballots()
+            missing = [rank for rank in self._members if rank not in ballots]
+            if missing:  # cannot be while the store keeps its word; never commit on less than all ballots
+                error: EplbError = MetadataError("EPLB-M005", peer=missing[0], problem="its ballot is missing")
+                decision = Decision(False, self._rank, error)
+            else:
+                decision = tally(ballots)
+            self._put(decision)
+
+    def abort(self, error: EplbError, *, fatal: bool = False) -> Decision:
+        """Put abort unless a decision stands; return what stands."""
+        return self._put(Decision(False, self._rank, error, fatal))
+
+    def poll(self) -> Decision | None:
+        """Return the decision if it is known."""
+        if self.decision is None:
+            value = self._client.read(self.decision_key)
+            if value is not None:
+                self.decision = self._open_decision(value)
+        return self.decision
+
+    def block(self, timeout_s: float) -> Decision | None:
+        """Wait for the decision inside the store, at most `timeout_s`; cheaper than polling, but moves nothing on."""
+        if self.decision is None and self._client.await_key(self.decision_key, timeout_s):
+            return self.poll()
+        return self.decision
+
+    def ballots(self) -> dict[int, Ballot]:
+        """Read the ballots that are there, by rank; a damaged one is an abort with that reason."""
+        present = [rank for rank in self._members if self._client.exists(self._ballot_key(rank))]
+        found = {}
+        for rank, value in zip(
+            present, self._client.read_many([self._ballot_key(rank) for rank in present]) if present else (), strict=True
+        ):
+            try:
+                found[rank] = _decode_ballot(self._unseal(value, "ballot", rank))
+            except MetadataError as error:
+                found[rank] = Ballot(False, error)
+        return found
+
+    def missing(self) -> list[int]:
+        """Return the members whose ballot is not there."""
+        return [rank for rank in self._members if not self._client.exists(self._ballot_key(rank))]
+
+    def keys_of(self, rank: int, *, shared: bool) -> list[str]:
+        """Return the keys that this rank wrote, with the shared ones if asked: what to delete once nobody reads them."""
+        return [self._ballot_key(rank)] + ([f"{self._prefix}/count", self.decision_key] if shared else [])
+
+    def _put(self, decision: Decision) -> Decision:
+        # The writer's rank is in the envelope's place of the rank, so the reader learns it from the body; bind to 0.
+        value = seal(
+            "decision", _encode_decision(decision), name=self._name, rank=0, epoch=self._epoch, generation=self._generation
+        )
+        self.decision = self._open_decision(self._client.put_first(self.decision_key, value))
+        return self.decision
+
+    def _open_decision(self, value: bytes) -> Decision:
+        return _decode_decision(self._unseal(value, "decision", 0))
+
+    def _ballot_key(self, rank: int) -> str:
+        return f"{self._prefix}/ballot/{rank}"
+
+    def _seal(self, kind: str, body: bytes) -> bytes:
+        return seal(kind, body, name=self._name, rank=self._rank, epoch=self._epoch, generation=self._generation)
+
+    def _unseal(self, value: bytes, kind: str, rank: int) -> bytes:
+        return unseal(
+            value,
+            kind,
+            name=self._name,
+            rank=rank,
+            epoch=self._epoch,
+            generation=self._generation,
+            limit=_MAX_MESSAGE_NBYTES,
+        )
+
+
+def await_decision(
+    vote: Vote,
+    deadline: Deadline,
+    *,
+    pump: Callable[[], None] | None,
+    look: Callable[[Vote], Decision | None],
+    half_way: Callable[[Vote, float], None],
+    on_timeout: Callable[[Vote, float], Decision],
+) -> Decision:
+    """Wait until a vote is decided.
+
+    Parameters
+    ----------
+    vote : Vote
+        Balloted by this rank.
+    deadline : Deadline
+        When `on_timeout` is asked for the decision.
+    pump : callable or None
+        The backend's ``progress``; with None the wait blocks inside the store, in slices.
+    look : callable
+        Looks at liveness; may decide by putting an abort.
+    half_way : callable
+        Called once when half the limit is over, with the seconds waited.
+    on_timeout : callable
+        Puts the abort of a wait that ran out, and returns what stands.
+
+    Returns
+    -------
+    Decision
+    """
+    pause_s, warned = 20e-6, False
+    while True:
+        decision = vote.poll() if pump else vote.block(min(0.05, max(0.001, deadline.left_s)))
+        if decision is None:
+            decision = look(vote)
+        if decision is not None:
+            return decision
+        if deadline.over:
+            return on_timeout(vote, deadline.elapsed_s)
+        if not warned and deadline.left_s < deadline.timeout_s / 2:
+            warned = True
+            half_way(vote, deadline.elapsed_s)
+        if pump:
+            pump()
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 1e-3)
+
+
+def encode_error(error: EplbError) -> dict[str, Any]:
+    """Return an error as JSON-able data: code, values, fields and detail."""
+    return {
+        "code": error.code,
+        "values": [_plain(value) for value in error.values],
+        "fields": {key: _plain(value) for key, value in error.fields.items()},
+        "detail": error.detail,
+    }
+
+
+def decode_error(data: Mapping[str, Any]) -> EplbError:
+    """Build the error that `encode_error` wrote, in its class."""
+    return error_for(data["code"], *data["values"], detail=data["detail"], **data["fields"])
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
+
+
+def _encode_ballot(ballot: Ballot) -> bytes:
+    evidence = b"".join(ballot.evidence.values())
+    if len(evidence) > MAX_EVIDENCE_NBYTES:
+        raise MetadataError(
+            "EPLB-M005", peer="this rank", problem=f"evidence of {len(evidence)} bytes, {MAX_EVIDENCE_NBYTES} allowed"
+        )
+    head = {
+        "ok": ballot.ok,
+        "at": ballot.cast_at_s or time.time(),
+        "error": encode_error(ballot.error) if ballot.error else None,
+        "content": dict(ballot.content),
+        "evidence": {name: len(value) for name, value in ballot.evidence.items()},
+    }
+    return json.dumps(head).encode() + b"\n" + evidence
+
+
+def _decode_ballot(body: bytes) -> Ballot:
+    raw, _, evidence = body.partition(b"\n")
+    with _refusing("ballot"):
+        head = json.loads(raw)
+        parts, start = {}, 0
+        for name, size in head["evidence"].items():
+            parts[str(name)] = evidence[start : start + int(size)]
+            start += int(size)
+        error = decode_error(head["error"]) if head["error"] else None
+        return Ballot(bool(head["ok"]), error, dict(head["content"]), parts, float(head["at"]))
+
+
+def _encode_decision(decision: Decision) -> bytes:
+    return json.dumps(
+        {
+            "commit": decision.commit,
+            "by": decision.by,
+            "error": encode_error(decision.error) if decision.error else None,
+            "fatal": decision.fatal,
+            "content": dict(decision.content),
+        }
+    ).encode()
+
+
+def _decode_decision(body: bytes) -> Decision:
+    with _refusing("decision"):
+        data = json.loads(body)
+        error = decode_error(data["error"]) if data["error"] else None
+        return Decision(bool(data["commit"]), int(data["by"]), error, bool(data["fatal"]), dict(data["content"]))
+
+
+class _refusing:
+    """Turns whatever a malformed body causes into the typed refusal."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (KeyError, ValueError, TypeError, AttributeError, IndexError)):
+            problem = f"malformed {self._kind}: {error!r}"
+            raise MetadataError("EPLB-M005", peer="unknown", problem=problem) from error
