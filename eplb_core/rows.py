@@ -1,0 +1,169 @@
+"""One expert tensor seen as rows of bytes: which memory layouts are accepted, and which are refused and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from eplb_core.errors import EplbError
+
+Refuse = Callable[[str, str], EplbError]
+"""``refuse(key, problem)`` builds the error; weights and landing memory belong to different families."""
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """What must be equal about one tensor on every rank.
+
+    Parameters
+    ----------
+    dtype : str
+        Such as ``"bfloat16"``.
+    shape : tuple of int
+        One expert's shape, without the expert axis.
+    stride : tuple of int
+        One expert's strides in elements; 1 where the size is 1, for torch leaves those arbitrary.
+    nbytes : int
+        Bytes of one expert's row.
+    alias : int
+        Index of the earlier tensor of the layer that is the same memory; -1 for none.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    nbytes: int
+    alias: int = -1
+
+
+class Span(NamedTuple):
+    """Memory of one tensor, in bytes; sorts by where it starts, then where it ends, then order of registration."""
+
+    start: int
+    end: int
+    layer: int
+    number: int
+
+
+def view_rows(tensor: Any, key: str, refuse: Refuse) -> tuple[TensorRecord, torch.Tensor]:
+    """Check one tensor and view its memory.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Any dtype and device, ``[num_experts, ...]``, dense with the expert axis slowest.
+    key : str
+        How errors name it.
+    refuse : callable
+        Builds the error.
+
+    Returns
+    -------
+    record : TensorRecord
+        Without alias.
+    view : torch.Tensor
+        uint8 ``[num_experts, nbytes]``, contiguous, on the tensor's device. Shares its memory and keeps it valid.
+
+    Raises
+    ------
+    EplbError
+        What `refuse` builds.
+    """
+    problem = _unaddressable(tensor)
+    if problem:
+        raise refuse(key, problem)
+    num_experts, *shape = tensor.shape
+    problem, stride, numel = _walk(tensor)
+    if problem:
+        raise refuse(key, f"{problem} (shape {tuple(tensor.shape)}, strides {tensor.stride()})")
+    itemsize = tensor.element_size()
+    nbytes = numel * itemsize
+    start = tensor.storage_offset() * itemsize
+    end = start + num_experts * nbytes
+    try:
+        address, storage = tensor.data_ptr(), tensor.untyped_storage()
+        held = storage.nbytes()
+    except RuntimeError as error:  # opaque and functional tensors
+        raise refuse(key, f"its memory has no address ({error})") from None
+    if nbytes and (address == 0 or held < end):
+        raise refuse(key, f"its storage has {held} bytes where {end} are needed: freed, or never allocated")
+    # By storage: Tensor.view(dtype) knows neither permuted rows nor every dtype (packed fp4). And outside of inference
+    # mode, whatever mode the host builds in: a view made there could not be written later.
+    with torch.inference_mode(mode=False):
+        view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        view.set_(storage, start, (num_experts, nbytes), (nbytes, 1))
+    return TensorRecord(str(tensor.dtype).removeprefix("torch."), tuple(shape), stride, nbytes), view
+
+
+def spans_of(view: torch.Tensor, layer: int, number: int) -> list[Span]:
+    """Return the memory of a view of `view_rows`: one span, or none when its rows have no bytes."""
+    start, nbytes = view.data_ptr(), view.numel()
+    return [Span(start, start + nbytes, layer, number)] if nbytes else []
+
+
+def overlapping(spans: Iterable[Span]) -> Iterator[tuple[Span, Span]]:
+    """Yield (later registered, earlier registered) for memory that two tensors share.
+
+    Every span that shares memory with one that starts before it comes once. Identical ones follow one another in order
+    of registration, all against the first, so the earlier of a pair of aliases is always the one that moves.
+    """
+    reach: Span | None = None
+    for span in sorted(spans):
+        if reach is not None and span.start < reach.end:
+            earlier, later = sorted((reach, span), key=lambda each: each[2:])
+            yield later, earlier
+        if reach is None or span.end > reach.end:
+            reach = span
+
+
+def _unaddressable(tensor: Any) -> str | None:
+    """Say why a value has no bytes of its own to move, or None."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"it is a {type(tensor).__name__}, not a torch.Tensor"
+    if is_lazy(tensor) or tensor.is_meta:
+        return "nothing is allocated for it (a lazy parameter, or the meta device)"
+    wrapper: object = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        return f"a {type(tensor).__name__} wraps other tensors; register those (of a DTensor its to_local())"
+    if tensor.is_nested:
+        return "it is nested, not dense"
+    if tensor.layout is not torch.strided:
+        return f"its layout is {tensor.layout}, not dense"
+    if tensor.is_quantized:
+        return "it is quantized, with scales outside its memory; register int_repr() and the scales instead"
+    if tensor.is_conj():
+        return "its conj bit is set, so its bytes are not its values; register resolve_conj()"
+    if tensor.is_neg():
+        return "its neg bit is set, so its bytes are not its values; register resolve_neg()"
+    if tensor.dim() == 0 or tensor.shape[0] == 0:
+        return f"its shape {tuple(tensor.shape)} has no experts along the first axis"
+    return None
+
+
+def _walk(tensor: torch.Tensor) -> tuple[str | None, tuple[int, ...], int]:
+    """Walk one expert from its fastest axis to its slowest: (problem or None, its strides, its number of elements)."""
+    num_experts, *shape = tensor.shape
+    between, *given = tensor.stride()
+    contiguous = tensor.is_contiguous()  # true also of every tensor without elements, whatever its strides
+    axes = [axis for axis in range(len(shape) - 1, -1, -1) if shape[axis] != 1]
+    if not contiguous:
+        axes.sort(key=lambda axis: given[axis])
+    stride = [1] * len(shape)
+    numel = 1
+    for axis in axes:
+        stride[axis] = numel
+        if not contiguous and given[axis] != numel:
+            if given[axis] < numel:
+                return "elements of one expert overlap in memory", (), 0
+            if num_experts > 1 and 0 < between < given[axis]:
+                return "its expert axis is not the slowest in memory", (), 0
+            return "there are gaps between the elements of one expert", (), 0
+        numel *= shape[axis]
+    if not contiguous and num_experts > 1 and between != numel:
+        return ("its experts overlap in memory" if between < numel else "there are gaps between its experts"), (), 0
+    return None, tuple(stride), numel
