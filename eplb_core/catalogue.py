@@ -286,6 +286,14 @@ _add(
     situations=["the map was not made anew after a rank was lost"],
     solutions=["put -1 into the columns of the absent rank in the new map", "or rebuild with that rank back"],
 )
+_add(
+    "EPLB-P006",
+    "No placement can be made: {problem}.",
+    meaning="A load or the sizes given to a placement function cannot describe experts spread over ranks.",
+    when="In rebalance_experts(), balancedness() and align(), locally.",
+    situations=["physical experts are no multiple of the ranks", "a load with NaN or negative counts"],
+    solutions=["correct the argument that the message names"],
+)
 
 # --- T: transfer ------------------------------------------------------------------------------------------------------
 
