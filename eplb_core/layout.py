@@ -11,10 +11,9 @@ import numpy.typing as npt
 import torch
 
 from eplb_core.errors import ConfigError, MetadataError
-from eplb_core.rows import Refuse, TensorRecord, overlapping, spans_of, view_rows
+from eplb_core.rows import Key, Refuse, TensorRecord, overlapping, spans_of, view_rows
 
 IntArray = npt.NDArray[np.int64]
-Key = tuple[int, str]
 
 ALIGNMENT = 64
 """Bytes; grids and messages start at multiples of it in landing memory (a cache line, and what gloo and NICs like)."""

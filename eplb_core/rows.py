@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from eplb_core.errors import EplbError
 
+Key = tuple[int, str]
+"""(layer, tensor name)."""
+
 Refuse = Callable[[str, str], EplbError]
 """``refuse(key, problem)`` builds the error; weights and landing memory belong to different families."""
 

@@ -1,0 +1,131 @@
+"""The envelope of every message in the store: what it is, whose it is, of which generation, and whether it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from functools import lru_cache
+
+from eplb_core.errors import MetadataError
+
+MAGIC = b"EPLB"
+FORMAT_VERSION = 1
+"""Rises whenever the envelope or anything inside one changes."""
+
+_HEADER = struct.Struct("<4sB15s16siqqI")  # magic, version, kind, communicator, rank, epoch, generation, body length
+_CHECKSUM_NBYTES = 16
+OVERHEAD_NBYTES = _HEADER.size + _CHECKSUM_NBYTES
+"""Bytes that `seal` adds to a body."""
+
+
+def seal(kind: str, body: bytes, *, name: str, rank: int, epoch: int, generation: int) -> bytes:
+    """Wrap a body so that only the `unseal` that expects exactly this message accepts it.
+
+    Parameters
+    ----------
+    kind : str
+        What the body is, 1 to 15 printable ASCII characters.
+    body : bytes
+        At most 4 GiB.
+    name : str
+        Of the communicator.
+    rank : int
+        Who writes.
+    epoch, generation : int
+        Of which rearrangement.
+
+    Returns
+    -------
+    bytes
+        `OVERHEAD_NBYTES` more than the body.
+
+    Raises
+    ------
+    ValueError
+        A kind that does not fit.
+    """
+    head = _HEADER.pack(MAGIC, FORMAT_VERSION, _kind_field(kind), _name_field(name), rank, epoch, generation, len(body))
+    return b"".join((head, _checksum(head, body), body))
+
+
+def unseal(blob: bytes, kind: str, *, name: str, rank: int, epoch: int, generation: int, limit: int) -> bytes:
+    """Return the body of a sealed message, believing nothing of it before everything has been checked.
+
+    Parameters
+    ----------
+    blob : bytes
+        As it stands in the store.
+    kind, name, rank, epoch, generation
+        What it must be; see `seal`.
+    limit : int
+        Most bytes of body that are accepted.
+
+    Returns
+    -------
+    bytes
+        The body.
+
+    Raises
+    ------
+    MetadataError
+        EPLB-M005: another magic, version, kind, communicator, rank, epoch or generation; a body beyond `limit`;
+        truncated, with bytes to spare, or damaged.
+    """
+    problem = _problem(blob, kind, name, rank, epoch, generation, limit)
+    if problem:
+        raise MetadataError("EPLB-M005", peer=rank, problem=problem)
+    return blob[OVERHEAD_NBYTES:]
+
+
+def _problem(blob: bytes, kind: str, name: str, rank: int, epoch: int, generation: int, limit: int) -> str | None:
+    if len(blob) < OVERHEAD_NBYTES:
+        return f"it is truncated, {len(blob)} bytes where the envelope alone takes {OVERHEAD_NBYTES}"
+    magic, version, its_kind, its_name, its_rank, its_epoch, its_generation, nbytes = _HEADER.unpack_from(blob)
+    if magic != MAGIC:
+        return f"it starts with {magic!r} where {MAGIC!r} was expected"
+    if version != FORMAT_VERSION:
+        return f"it has format version {version} where this release reads {FORMAT_VERSION}"
+    if nbytes > limit:
+        return f"its body claims {nbytes} bytes where at most {limit} are accepted"
+    spare = len(blob) - OVERHEAD_NBYTES - nbytes
+    if spare < 0:
+        return f"it is truncated, {nbytes + spare} bytes of a body of {nbytes}"
+    if spare > 0:
+        return f"{spare} bytes follow its end"
+    if blob[_HEADER.size : OVERHEAD_NBYTES] != _checksum(blob[: _HEADER.size], blob[OVERHEAD_NBYTES:]):
+        return "its checksum does not match, so it was damaged on the way"
+    if its_kind != _kind_field(kind):
+        return f"it is a {its_kind.rstrip(bytes(1)).decode('ascii', 'replace')!r} where a {kind!r} was expected"
+    if its_name != _name_field(name):
+        return f"it belongs to a communicator of another name than {name!r}"
+    if its_rank != rank:
+        return f"it was written by rank {its_rank}"
+    if its_epoch != epoch:
+        return f"it is {_age(its_epoch, epoch)}, of epoch {its_epoch} where {epoch} was expected"
+    if its_generation != generation:
+        return (
+            f"it is {_age(its_generation, generation)}, of generation {its_generation} where {generation} was expected"
+        )
+    return None
+
+
+def _age(its: int, expected: int) -> str:
+    return "stale" if its < expected else "ahead"
+
+
+def _checksum(head: bytes, body: bytes) -> bytes:
+    digest = hashlib.blake2b(head, digest_size=_CHECKSUM_NBYTES)
+    digest.update(body)
+    return digest.digest()
+
+
+@lru_cache(maxsize=64)
+def _kind_field(kind: str) -> bytes:
+    if not (kind.isascii() and kind.isprintable() and 1 <= len(kind) <= 15):
+        raise ValueError(f"kind {kind!r} is not 1 to 15 printable ASCII characters")
+    return kind.encode("ascii").ljust(15, b"\0")
+
+
+@lru_cache(maxsize=64)
+def _name_field(name: str) -> bytes:
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16).digest()
