@@ -2,25 +2,132 @@
 
 from __future__ import annotations
 
+import operator
+import threading
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
 import torch
 
 from eplb_core.backend import StagingBlock, StagingStats
+from eplb_core.errors import TransferError
+
+
+@runtime_checkable
+class _Event(Protocol):
+    def query(self) -> bool: ...
+
+
+@dataclass(eq=False)
+class _Lease:
+    """Owner of a block: what marks it as handed out by one allocator, and once."""
+
+    allocator: TorchStaging
+    released: bool = False
 
 
 class TorchStaging:
-    """Landing and send buffers from torch: host memory pinned when the weights are on a CUDA device."""
+    """Landing and send buffers from torch's allocators, which keep their own pools of device and of pinned memory.
+
+    Host memory is pinned when the weights are on a CUDA device, so that copies to and from it can be asynchronous.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where the weights lie.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._lock = threading.Lock()  # the worker and the engine's thread both release
+        self._nbytes_in_use = 0
+        self._nbytes_peak = 0
+        self._guarded: list[tuple[torch.Tensor, _Event]] = []
 
     def allocate(self, nbytes: int, device: torch.device) -> StagingBlock:
-        """Return a block of `nbytes` on `device`."""
-        raise NotImplementedError
+        """Return a block on a device.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size; 0 is allowed.
+        device : torch.device
+            The weights' device, or the CPU for host memory fit for it.
+
+        Returns
+        -------
+        StagingBlock
+            uint8 ``[nbytes]``, contiguous, starting at a multiple of 64 bytes, contents undefined.
+
+        Raises
+        ------
+        TransferError
+            EPLB-T010: a size below 0, a device of neither kind, or no memory left.
+        """
+        nbytes = operator.index(nbytes)
+        if nbytes < 0:
+            raise TransferError("EPLB-T010", problem=f"{nbytes} bytes were asked for")
+        host = device.type == "cpu"
+        if not host and (device.type != self.device.type or device.index not in {None, self.device.index}):
+            raise TransferError("EPLB-T010", problem=f"{device} was asked for where the weights are on {self.device}")
+        self._forget_completed()
+        try:
+            # Outside of inference mode, whatever the host builds in: a block made there could not be written later.
+            with torch.inference_mode(mode=False):
+                if host and self.device.type == "cuda":
+                    with torch.cuda.device(self.device):  # else pinning sets up a context on device 0 too
+                        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+                else:
+                    data = torch.empty(nbytes, dtype=torch.uint8, device="cpu" if host else self.device)
+        except RuntimeError as error:
+            held = self.stats()
+            problem = (
+                f"{nbytes} bytes on {device} could not be had beside {held.nbytes_in_use} in use and"
+                f" {held.nbytes_pool} waiting for an event"
+            )
+            raise TransferError("EPLB-T010", problem=problem, detail=str(error).partition("\n")[0]) from error
+        with self._lock:
+            self._nbytes_in_use += nbytes
+            self._nbytes_peak = max(self._nbytes_peak, self._nbytes_in_use)
+        return StagingBlock(data, _Lease(self))
 
     def release(self, block: StagingBlock, event: object | None = None) -> None:
-        """Take a block back; its memory is kept until `event` has completed."""
-        raise NotImplementedError
+        """Take a block back.
+
+        Parameters
+        ----------
+        block : StagingBlock
+            One of this allocator's, not released before. Its memory goes back to torch when nothing else refers to it.
+        event : object or None
+            A recorded device event, such as `torch.cuda.Event`: anything whose ``query()`` says whether what reads or
+            writes the block has completed. Until then the memory is kept.
+
+        Raises
+        ------
+        TransferError
+            EPLB-T010: another allocator's block, one released before, or an event that cannot be asked.
+        """
+        lease = block.owner
+        if not isinstance(lease, _Lease) or lease.allocator is not self:
+            raise TransferError("EPLB-T010", problem="a block was released that this allocator did not hand out")
+        if event is not None and not isinstance(event, _Event):
+            raise TransferError("EPLB-T010", problem=f"a {type(event).__name__} is no event: it has no query()")
+        with self._lock:
+            if lease.released:
+                raise TransferError("EPLB-T010", problem=f"a block of {len(block.data)} bytes was released twice")
+            lease.released = True
+            self._nbytes_in_use -= len(block.data)
+            if event is not None:
+                self._guarded.append((block.data, event))
+        self._forget_completed()
 
     def stats(self) -> StagingStats:
-        """Return the allocator's byte counts."""
-        raise NotImplementedError
+        """Return bytes of blocks handed out now and at the peak, and of released ones that wait for their event."""
+        self._forget_completed()
+        with self._lock:
+            waiting = sum(len(data) for data, _ in self._guarded)
+            return StagingStats(self._nbytes_in_use, self._nbytes_peak, waiting)
+
+    def _forget_completed(self) -> None:
+        with self._lock:
+            self._guarded = [(data, event) for data, event in self._guarded if not event.query()]
