@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Cores may be busy: how long an example takes says nothing about the code, and pytest-timeout bounds the whole test.
+settings.register_profile("eplb", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("eplb")
 
 if sys.flags.optimize:
     _KEEP_ASSERTS = Path(__file__).parent / "tests" / "keep_asserts"

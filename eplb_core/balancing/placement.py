@@ -231,7 +231,7 @@ def _trade_places(
     # A rank receives an expert once, however many of its slots hold it, so a block needs as many as its ranks do.
     held = _count(old.reshape(num_blocks, -1), num_logical_experts) > 0
     needed = _count(new.reshape(-1, new.shape[2]), num_logical_experts) > 0
-    needed_by_block = needed.reshape(num_blocks, -1, num_logical_experts).sum(axis=1, dtype=np.float64)
+    needed_by_block = needed.reshape(*new.shape[:2], num_logical_experts).sum(axis=1, dtype=np.float64)
     saved = held.astype(np.float64) @ needed_by_block.T
     # Among equals a block stays where it is: all such preferences together weigh less than one row.
     return assign(saved * (num_blocks + 1) + np.eye(num_blocks))
@@ -292,7 +292,9 @@ def _checked_load(load: npt.ArrayLike) -> FloatArray:
             problem=f"load must be real [num_layers, num_logical_experts], not {loads.dtype} {list(loads.shape)}",
         )
     loads = loads.astype(np.float64)
-    if not np.isfinite(loads.sum(axis=1)).all() or (loads < 0).any():
+    with np.errstate(over="ignore"):  # refused just below
+        total = loads.sum(axis=1)
+    if not np.isfinite(total).all() or (loads < 0).any():
         raise PlanError("EPLB-P006", problem="load holds values that are negative, not finite or too large to add up")
     return loads
 
