@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -109,19 +109,30 @@ def spans_of(view: torch.Tensor, layer: int, number: int) -> list[Span]:
     return [Span(start, start + nbytes, layer, number)] if nbytes else []
 
 
-def overlapping(spans: Iterable[Span]) -> Iterator[tuple[Span, Span]]:
-    """Yield (later registered, earlier registered) for memory that two tensors share.
+def overlapping(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
+    """Find memory that two tensors share.
 
-    Every span that shares memory with one that starts before it comes once. Identical ones follow one another in order
-    of registration, all against the first, so the earlier of a pair of aliases is always the one that moves.
+    Parameters
+    ----------
+    spans : iterable of Span
+        In any order.
+
+    Returns
+    -------
+    list of (Span, Span)
+        (later registered, earlier registered), in order of registration of the later, wherever the allocator put them.
+        Every span that shares memory with one that starts before it comes once. Identical ones all come with the first
+        of them, so the earlier of a pair of aliases is always the one that moves.
     """
+    pairs: list[tuple[Span, Span]] = []
     reach: Span | None = None
     for span in sorted(spans):
         if reach is not None and span.start < reach.end:
             earlier, later = sorted((reach, span), key=lambda each: each[2:])
-            yield later, earlier
+            pairs.append((later, earlier))
         if reach is None or span.end > reach.end:
             reach = span
+    return sorted(pairs, key=lambda pair: (pair[0][2:], pair[1][2:]))
 
 
 def _unaddressable(tensor: Any) -> str | None:
