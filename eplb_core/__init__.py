@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from eplb_core.backend import API_VERSION as API_VERSION
     from eplb_core.backend import BackendInfo as BackendInfo
     from eplb_core.communicator import Communicator as Communicator
-    from eplb_core.communicator import RearrangeReport as RearrangeReport
     from eplb_core.config import EPLBConfig as EPLBConfig
     from eplb_core.control import ControlPlane as ControlPlane
     from eplb_core.discovery import Catalog as Catalog
     from eplb_core.discovery import discover as discover
     from eplb_core.errors import EplbError as EplbError
+    from eplb_core.report import RearrangeReport as RearrangeReport
     from eplb_core.selection import Choice as Choice
     from eplb_core.selection import select as select
 
@@ -34,7 +34,7 @@ _HOMES = {
     "ControlPlane": "control",
     "EPLBConfig": "config",
     "EplbError": "errors",
-    "RearrangeReport": "communicator",
+    "RearrangeReport": "report",
     "discover": "discovery",
     "select": "selection",
 }

@@ -363,8 +363,19 @@ class Backend(Protocol):
         """Stop a transfer, within a second; True when neither side's memory is touched any more."""
         ...
 
-    def close(self, force: bool = False) -> None:
-        """Release everything; with `force` without waiting for anyone."""
+    def connected(self) -> bool:
+        """Are the connections that `exchange_metadata` began usable? The core pumps `progress` on all ranks until they are."""
+        ...
+
+    def close(self, force: bool = False) -> bool | None:
+        """Release everything; with `force` without waiting for anyone, within a second.
+
+        Returns
+        -------
+        bool or None
+            True when landing and live memory are certainly not touched any more, also by transfers that `abort` could
+            not drain. Anything else quarantines the landing memory of an undrained transfer.
+        """
         ...
 
 
@@ -374,9 +385,9 @@ class Event:
 
     Parameters
     ----------
-    kind : {"agree", "vote", "commit", "abort"}
-        What happened on this rank: a ballot is about to be cast (agree, vote), a layer was committed, a generation
-        was aborted.
+    kind : {"agree", "vote", "tally", "commit", "abort"}
+        What happens on this rank: a ballot is about to be cast (agree, vote), this rank read all ballots of a layer and
+        is about to decide (tally), a layer was committed, a generation was aborted.
     name : str
         Communicator.
     epoch, generation : int
@@ -387,15 +398,15 @@ class Event:
         Of a ballot: what is voted. True for commit, False for abort.
     reason : str
         Why not.
-    evidence : mapping of int to bytes
-        For commit and abort: what other ranks' observers attached to their ballots, by rank.
+    evidence : mapping of str to mapping of int to bytes
+        For tally: what observers attached to their ballots, by observer name, then by rank.
     """
 
-    kind: Literal["agree", "vote", "commit", "abort"]
+    kind: Literal["agree", "vote", "tally", "commit", "abort"]
     name: str
     epoch: int
     generation: int
     layer: int | None
     ok: bool
     reason: str = ""
-    evidence: Mapping[int, bytes] = field(default_factory=dict)
+    evidence: Mapping[str, Mapping[int, bytes]] = field(default_factory=dict)

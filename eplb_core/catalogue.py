@@ -46,7 +46,11 @@ _add(
     "Invalid EPLB configuration: {problem}.",
     meaning="A field of EPLBConfig is unknown, has the wrong type or is out of range.",
     when="While the configuration is built, before any plugin is looked at, on the rank that builds it.",
-    situations=["a misspelt key in an --eplb-config JSON", "a size or interval of zero", "a JSON made for another release"],
+    situations=[
+        "a misspelt key in an --eplb-config JSON",
+        "a size or interval of zero",
+        "a JSON made for another release",
+    ],
     solutions=["correct the field that the message names", "see README for the fields and their defaults"],
 )
 _add(
@@ -87,14 +91,22 @@ _add(
         "the weights live on a device the backend does not handle",
         "the host scales elastically and the backend cannot",
     ],
-    solutions=["follow the install hint in the message", "run 'eplb backends' to see what is usable here", "name another backend"],
+    solutions=[
+        "follow the install hint in the message",
+        "run 'eplb backends' to see what is usable here",
+        "name another backend",
+    ],
 )
 _add(
     "EPLB-C006",
     "Unknown communicator {communicator!r}.",
     meaning="No installed plugin offers a backend of that name.",
     when="In select() and when the Communicator is built.",
-    situations=["the plugin's distribution is not installed in this environment", "a misspelt name", "EPLB_PLUGINS leaves it out"],
+    situations=[
+        "the plugin's distribution is not installed in this environment",
+        "a misspelt name",
+        "EPLB_PLUGINS leaves it out",
+    ],
     solutions=["pip install the plugin (for instance eplb-gloo)", "run 'eplb backends' for the names that exist"],
 )
 _add(
@@ -119,7 +131,10 @@ _add(
     meaning="ControlPlane.from_process_group needs a group that can move small CPU tensors, and a reachable host.",
     when="In ControlPlane.from_process_group, on every rank of the group.",
     situations=["an NCCL-only group was passed", "ranks run on several hosts and host= was not given"],
-    solutions=["pass the CPU (gloo) group of the expert-parallel group", "give host=, the address of group rank 0 that all ranks reach"],
+    solutions=[
+        "pass the CPU (gloo) group of the expert-parallel group",
+        "give host=, the address of group rank 0 that all ranks reach",
+    ],
 )
 _add(
     "EPLB-C010",
@@ -135,7 +150,10 @@ _add(
     meaning="No installed plugin offers a staging allocator of that name, or it cannot be used here.",
     when="When the Communicator is built with EPLBConfig(staging=...).",
     situations=["the plugin is not installed", "its library does not load on this machine"],
-    solutions=["pip install eplb-cupy for cupy_pinned and cupy_device", "leave staging unset for torch's own allocator"],
+    solutions=[
+        "pip install eplb-cupy for cupy_pinned and cupy_device",
+        "leave staging unset for torch's own allocator",
+    ],
 )
 _add(
     "EPLB-C012",
@@ -152,37 +170,68 @@ _add(
     "EPLB-D001",
     "Plugin {entry_point!r} of {distribution} {version} was skipped: {reason}.",
     meaning="An installed plugin could not be loaded. Everything else goes on without it.",
-    when="In discover(); raised only when EPLB_STRICT=1, or as the cause when the plugin's backend is asked for by name.",
+    when="In discover(); raised only with EPLB_STRICT=1, or as the cause when the plugin's backend is asked for by name.",
     situations=[
         "the plugin's module raises while it is imported",
         "a hook is misspelt, lacks @hookimpl, or takes an argument the contract does not offer",
         "the plugin was built for another API version",
     ],
-    solutions=["upgrade the plugin together with eplb-core", "pip uninstall the distribution named", "report it to its author"],
+    solutions=[
+        "upgrade the plugin together with eplb-core",
+        "pip uninstall the distribution named",
+        "report it to its author",
+    ],
 )
 _add(
     "EPLB-D002",
     "{kind} {name!r} is claimed by more than one distribution: {claimants}.",
-    meaning="Two installed distributions offer the same name, and guessing between them could move weights with the wrong one.",
-    when="When that name is selected; the automatic choice skips it with this reason.",
-    situations=["a fork of a plugin is installed beside the original", "an old distribution name was not uninstalled"],
-    solutions=["pip uninstall one of the distributions named", "or set EPLB_PLUGINS to the entry points you want"],
+    meaning="Two installed distributions offer the same name; a guess could move weights with the wrong one.",
+    when="When that name is selected (the automatic choice skips it); in discover() with EPLB_STRICT=1.",
+    situations=[
+        "a fork of a plugin is installed beside the original",
+        "an old distribution name was not uninstalled",
+        "two releases of one distribution are on sys.path, in one folder or in two",
+    ],
+    solutions=[
+        "pip uninstall all but one of the distributions named; the message says in which folder each was found",
+        "for staging allocators and policies, EPLB_PLUGINS can leave out the entry point you do not want",
+    ],
 )
 _add(
     "EPLB-D003",
     "Backend {backend} could not be loaded: {reason}.",
     meaning="The backend's class could not be imported, is incomplete, or is not the only implementation of its hooks.",
     when="When the Communicator is built, after the backend was chosen. Another backend is never taken instead.",
-    situations=["a hook lacks @hookimpl", "an observer without wrapper=True", "the target named by the plugin does not exist"],
+    situations=[
+        "a hook lacks @hookimpl",
+        "an observer without wrapper=True",
+        "the target named by the plugin does not exist",
+    ],
     solutions=["correct the class the message names", "run 'eplb verify NAME' where the testing extra is installed"],
 )
 _add(
     "EPLB-D004",
     "Backend {backend} failed its probe: {reason}.",
     meaning="The backend's library is present but does not work on this machine.",
-    when="When the Communicator is built, before the backend is constructed; also in 'eplb doctor' and 'eplb backends --probe'.",
+    when="When the Communicator is built, before the backend is; also in 'eplb doctor' and 'eplb backends --probe'.",
     situations=["a driver is missing or too old", "a transport that was required is not available"],
     solutions=["follow the reason given", "run 'eplb backends --probe'", "name another backend"],
+)
+_add(
+    "EPLB-D005",
+    "EPLB_PLUGINS names {entry_point!r}, which no installed distribution offers.",
+    meaning="The environment variable allows an entry point of the group eplb_core.plugins that does not exist here.",
+    when="In discover(), as a failure of the catalogue; raised only when EPLB_STRICT=1.",
+    situations=["a misspelt name", "the plugin is installed in another environment"],
+    solutions=["correct EPLB_PLUGINS: names of entry points, comma-separated", "pip install the plugin"],
+)
+_add(
+    "EPLB-D006",
+    "{target!r} could not be loaded: {reason}.",
+    meaning="The module or the attribute that a plugin's descriptor names cannot be imported.",
+    when="When the backend, staging allocator, policy or options model behind the descriptor is first needed.",
+    situations=["a library the plugin needs is missing or broken", "the descriptor names a class that was moved"],
+    solutions=["follow the reason given", "reinstall the plugin's distribution", "report it to its author"],
 )
 
 # --- M: metadata ------------------------------------------------------------------------------------------------------
@@ -225,7 +274,11 @@ _add(
         "ranks chose different backends because a library is missing on one node",
         "dtype, stride, shared options or membership differ",
     ],
-    solutions=["install the same versions everywhere", "name the communicator in the configuration", "compare 'eplb backends' on both nodes"],
+    solutions=[
+        "install the same versions everywhere",
+        "name the communicator in the configuration",
+        "compare 'eplb backends' on both nodes",
+    ],
 )
 _add(
     "EPLB-M005",
@@ -241,7 +294,10 @@ _add(
     meaning="A rank failed before or during connect, and says why.",
     when="At connect, on every other rank.",
     situations=["that rank's tensors were refused at registration", "its backend could not be built"],
-    solutions=["mend what the reason names on that rank", "then build the communicator again on every rank, or rebuild()"],
+    solutions=[
+        "mend what the reason names on that rank",
+        "then build the communicator again on every rank, or rebuild()",
+    ],
 )
 
 # --- P: plan ----------------------------------------------------------------------------------------------------------
@@ -251,7 +307,11 @@ _add(
     "Invalid physical_to_logical_map: {problem}.",
     meaning="A map has the wrong shape, type or values.",
     when="In begin() and rearrange(), on every rank, before any byte moves.",
-    situations=["fewer layers than were registered", "a column count that is not world size times local experts", "ids below -1"],
+    situations=[
+        "fewer layers than were registered",
+        "a column count that is not world size times local experts",
+        "ids below -1",
+    ],
     solutions=["pass integer arrays [num_moe_layers, num_physical_experts] with -1 for empty slots"],
 )
 _add(
@@ -259,7 +319,11 @@ _add(
     "Layer {layer}: expert {expert} is needed by rank {rank} and held by none.",
     meaning="The new map asks for a logical expert that no rank holds in the old map.",
     when="In begin() and rearrange(), on every rank, before any byte moves.",
-    situations=["old and new map were swapped", "the old map is not what the ranks really hold", "a dead rank held the last replica"],
+    situations=[
+        "old and new map were swapped",
+        "the old map is not what the ranks really hold",
+        "a dead rank held the last replica",
+    ],
     solutions=["pass the map of the last report as old_map", "load the expert from a checkpoint first"],
 )
 _add(
@@ -275,7 +339,11 @@ _add(
     "Invalid order of calls: {problem}.",
     meaning="begin, stage, commit and end were called in an order the protocol does not allow.",
     when="At the call, locally.",
-    situations=["stage() of a layer that is not next", "commit() of a layer that was not staged", "begin() inside an open generation"],
+    situations=[
+        "stage() of a layer that is not next",
+        "commit() of a layer that was not staged",
+        "begin() inside an open generation",
+    ],
     solutions=["stage the layers of gen.layers in order, commit each, then end()"],
 )
 _add(
@@ -295,6 +363,19 @@ _add(
     solutions=["correct the argument that the message names"],
 )
 
+_add(
+    "EPLB-P007",
+    "A plan cannot be made: {problem}.",
+    meaning="What a plan is made for does not fit the maps or the group: members, nodes, a layer, a rank or a limit.",
+    when="When maps become a plan, or a plan one rank's share of a layer; before any byte moves.",
+    situations=[
+        "a topology with an entry too few or too many",
+        "a member that is no rank of the group",
+        "a limit of zero",
+    ],
+    solutions=["correct what the message names", "give one node per rank, absent ranks included"],
+)
+
 # --- T: transfer ------------------------------------------------------------------------------------------------------
 
 _add(
@@ -310,8 +391,16 @@ _add(
     "Stalled for {seconds:.1f} s in {where}, waiting for {waiting_for}.",
     meaning="A wait ran out of time: a peer is stopped, hung, or did not make the same call.",
     when="In any wait, after timeout_s; every live rank aborts with the same text.",
-    situations=["a rank is stopped or swapped out", "ranks did not all call rearrange", "timeout_s is too short for this link"],
-    solutions=["look at the rank that is named first", "py-spy dump its process", "raise timeout_s if the transfer was moving"],
+    situations=[
+        "a rank is stopped or swapped out",
+        "ranks did not all call rearrange",
+        "timeout_s is too short for this link",
+    ],
+    solutions=[
+        "look at the rank that is named first",
+        "py-spy dump its process",
+        "raise timeout_s if the transfer was moving",
+    ],
 )
 _add(
     "EPLB-T003",
@@ -335,7 +424,9 @@ _add(
     meaning="The process that hosts the store is gone, so the outcome of the layers named is not known here.",
     when="At any store operation, within 3 s.",
     situations=["the store's host rank was killed", "the network to it broke"],
-    solutions=["rebuild(timeout_s, control=ControlPlane.from_store(new_store, ...), ranks=...) settles the layers in doubt"],
+    solutions=[
+        "rebuild(timeout_s, control=ControlPlane.from_store(new_store, ...), ranks=...) settles the layers in doubt"
+    ],
 )
 _add(
     "EPLB-T006",
@@ -368,6 +459,23 @@ _add(
     when="In rebuild().",
     situations=["as much landing memory is quarantined as the limit allows", "a landing= of the host is quarantined"],
     solutions=["restart the process", "give a new landing="],
+)
+
+_add(
+    "EPLB-T010",
+    "Staging memory: {problem}.",
+    meaning="Landing or send buffers could not be allocated, or a block was given back wrongly.",
+    when="When the Communicator is built or rebuilt, in register_buffers, or when a backend releases a block.",
+    situations=[
+        "too little host or device memory for staging_layers slots of the largest layer",
+        "the limit on locked memory (ulimit -l) is too low for pinned staging",
+        "a backend released a block twice",
+    ],
+    solutions=[
+        "set staging_layers=1",
+        "raise the memory limit of the process",
+        "report a wrong release to the backend's author",
+    ],
 )
 
 # --- B: bench ---------------------------------------------------------------------------------------------------------
@@ -411,4 +519,15 @@ _add(
     when="While a bench or demo reads a file.",
     situations=["a truncated result file or checkpoint config"],
     solutions=["write the file again"],
+)
+_add(
+    "EPLB-B006",
+    "Verification failed: {0} of {1} rows on rank {2} hold wrong bytes.",
+    meaning="After weights moved, rows do not hold the logical experts that the placement puts there.",
+    when="In 'eplb demo', after a rearrangement that reported success, on the ranks that hold such rows.",
+    situations=["a faulty backend", "a checkpoint that changed while the demo ran", "faulty memory"],
+    solutions=[
+        "run again with another --backend to see whether the backend is to blame",
+        "report it to the backend's author with the line that names the first row",
+    ],
 )

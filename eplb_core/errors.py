@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from eplb_core.catalogue import CATALOGUE
 
 if TYPE_CHECKING:
-    from eplb_core.communicator import RearrangeReport
+    from eplb_core.report import RearrangeReport
 
 
 class EplbError(Exception):

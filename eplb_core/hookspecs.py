@@ -149,7 +149,8 @@ class BackendSpec:
         local : LocalMetadata
             What this rank's `register_buffers` returned.
         peers : sequence of PeerMetadata
-            Every other member at the first call; in a later call only the new ones.
+            The members to connect to: those that the plan names, or every other one at ``Communicator.connect``. A later
+            call names only new ones; a call may name none.
 
         Returns
         -------
@@ -273,19 +274,19 @@ class BackendSpec:
         Returns
         -------
         bytes or None
-            For "vote": evidence of at most 64 KiB that travels in this rank's ballot and reaches every observer of the
-            same kind with the decision.
+            For "vote": evidence of at most 64 KiB that travels in this rank's ballot and is shown, with that of all
+            ranks, to the observers of the rank that tallies.
 
         Raises
         ------
         EplbError
-            Before a ballot: the rank then votes to abort with this reason.
+            In "agree", "vote" and "tally": the layer is then aborted on every rank with this reason.
 
         Notes
         -----
         Stream: uses none.
         Thread: the thread that stages or commits.
-        Ordering: agree, then per layer vote and commit or abort.
+        Ordering: agree, then per layer vote, on one rank tally, and commit or abort.
         Ownership: the event is frozen.
 
         Examples

@@ -47,7 +47,9 @@ class Ring:
         """Port to tell the left neighbour."""
         return 0 if self._listener is None else int(self._listener.getsockname()[1])
 
-    def connect(self, address_of_right: tuple[str, int], timeout_s: float, give_up: Callable[[], EplbError | None]) -> None:
+    def connect(
+        self, address_of_right: tuple[str, int], timeout_s: float, give_up: Callable[[], EplbError | None]
+    ) -> None:
         """Connect to the right neighbour and accept the left one; both ends greet.
 
         Parameters
@@ -142,7 +144,9 @@ class Ring:
         try:
             size = int.from_bytes(_read(connection, 2), "big")
             greeting = _read(connection, min(size, _HELLO_NBYTES))
-            unseal(greeting, "ring", name=self._name, rank=self.left, epoch=self._epoch, generation=0, limit=_HELLO_NBYTES)
+            unseal(
+                greeting, "ring", name=self._name, rank=self.left, epoch=self._epoch, generation=0, limit=_HELLO_NBYTES
+            )
         except (OSError, MetadataError):
             connection.close()
             return False

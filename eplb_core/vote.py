@@ -142,9 +142,9 @@ class Vote:
                 decision = tally(ballots)
             self._put(decision)
 
-    def abort(self, error: EplbError, *, fatal: bool = False) -> Decision:
+    def abort(self, error: EplbError, *, fatal: bool = False, content: Mapping[str, Any] | None = None) -> Decision:
         """Put abort unless a decision stands; return what stands."""
-        return self._put(Decision(False, self._rank, error, fatal))
+        return self._put(Decision(False, self._rank, error, fatal, content or {}))
 
     def poll(self) -> Decision | None:
         """Return the decision if it is known."""
@@ -162,11 +162,11 @@ class Vote:
 
     def ballots(self) -> dict[int, Ballot]:
         """Read the ballots that are there, by rank; a damaged one is an abort with that reason."""
-        present = [rank for rank in self._members if self._client.exists(self._ballot_key(rank))]
+        missing = self.missing()
+        present = [rank for rank in self._members if rank not in missing]
+        values = self._client.read_many([self._ballot_key(rank) for rank in present]) if present else []
         found = {}
-        for rank, value in zip(
-            present, self._client.read_many([self._ballot_key(rank) for rank in present]) if present else (), strict=True
-        ):
+        for rank, value in zip(present, values, strict=True):
             try:
                 found[rank] = _decode_ballot(self._unseal(value, "ballot", rank))
             except MetadataError as error:
@@ -175,6 +175,8 @@ class Vote:
 
     def missing(self) -> list[int]:
         """Return the members whose ballot is not there."""
+        if self._client.exists(*(self._ballot_key(rank) for rank in self._members)):  # one round trip when all are
+            return []
         return [rank for rank in self._members if not self._client.exists(self._ballot_key(rank))]
 
     def keys_of(self, rank: int, *, shared: bool) -> list[str]:
@@ -184,7 +186,12 @@ class Vote:
     def _put(self, decision: Decision) -> Decision:
         # The writer's rank is in the envelope's place of the rank, so the reader learns it from the body; bind to 0.
         value = seal(
-            "decision", _encode_decision(decision), name=self._name, rank=0, epoch=self._epoch, generation=self._generation
+            "decision",
+            _encode_decision(decision),
+            name=self._name,
+            rank=0,
+            epoch=self._epoch,
+            generation=self._generation,
         )
         self.decision = self._open_decision(self._client.put_first(self.decision_key, value))
         return self.decision

@@ -1,0 +1,373 @@
+"""One rearrangement: layer by layer transfer, wait, vote and commit, all members in step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from eplb_core.backend import Event
+from eplb_core.control import StoreGone
+from eplb_core.errors import CommitError, EplbError, PlanError, StoreLostError, error_for
+from eplb_core.landing import CommitCopies, commit_copies
+from eplb_core.streams import Streams
+from eplb_core.vote import Ballot, Decision, Vote
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from eplb_core.ledger import Ledger
+    from eplb_core.plan import PlacementPlan, TransferPlan
+    from eplb_core.session import Session
+
+_DRAIN_LIMIT_S = 5.0
+
+
+@dataclass(eq=False)
+class StagedLayer:
+    """A layer between the start of its transfer and its commit."""
+
+    number: int
+    slot: int
+    plan: TransferPlan
+    copies: CommitCopies
+    vote: Vote
+    handle: object = None
+    failure: Exception | None = None
+    landed: bool = False
+
+
+class Generation:
+    """An agreed rearrangement. `Communicator.begin` makes it; every rank makes the same calls in the same order.
+
+    Parameters
+    ----------
+    session : Session
+        Connected and agreed.
+    plan : PlacementPlan
+        The moves of all layers.
+    ledger : Ledger
+        Where the outcome of each layer is kept.
+
+    Attributes
+    ----------
+    layers : tuple of int
+        Ascending: every layer that moves anything on any rank.
+    """
+
+    def __init__(self, session: Session, plan: PlacementPlan, ledger: Ledger) -> None:
+        self.layers = plan.layers
+        self._session = session
+        self._plan = plan
+        self._ledger = ledger
+        self._slots = session.assembly.config.staging_layers
+        self._next_start = 0
+        self._next_stage = 0
+        self._started: dict[int, StagedLayer] = {}
+        self._uncommitted: dict[int, StagedLayer] = {}
+        self._votes: list[Vote] = []
+
+    # --- the host's calls ----------------------------------------------------------------------------------------------
+
+    def stage(self, layer: int) -> None:
+        """Bring one layer's rows into landing memory on every rank and decide about it; blocks.
+
+        With two staging layers it also starts the next layer's transfer, which then runs beside this layer's vote.
+
+        Parameters
+        ----------
+        layer : int
+            The next of `layers`; every rank stages in that order.
+
+        Raises
+        ------
+        PlanError
+            Out of order, or ``staging_layers`` layers are staged and uncommitted (EPLB-P004).
+        TransferError
+            The layer was aborted: nobody commits it, and all live ranks raise the same error. Layers decided before it
+            are committed when this leaves, and ``.report`` says which.
+        """
+        with self._ledger.reporting():
+            self._check_stage(layer)
+            staged = self._start_up_to(layer)
+            if len(self._uncommitted) + 1 < self._slots:
+                self._start_one()
+            self._land(staged)
+            self._decide(staged)
+
+    def commit(self, layer: int) -> None:
+        """Copy a staged layer's rows into the live rows of this rank; local, on the caller's current stream.
+
+        Raises
+        ------
+        PlanError
+            The layer is not staged (EPLB-P004).
+        CommitError
+            A copy failed: this rank's weights are invalid, and its peers see it as gone.
+        """
+        with self._ledger.reporting():
+            staged = self._uncommitted.get(layer)
+            if staged is None:
+                raise PlanError("EPLB-P004", problem=f"commit({layer}) without stage({layer})")
+            self._commit(staged)
+
+    def end(self) -> None:
+        """End the generation, after every layer is committed.
+
+        Raises
+        ------
+        PlanError
+            Layers are left (EPLB-P004).
+        """
+        with self._ledger.reporting():
+            left = [*self._uncommitted, *self.layers[self._next_stage :]]
+            if left:
+                raise PlanError("EPLB-P004", problem=f"end() before layer(s) {left} were staged and committed")
+            self._session.forget_later(self._votes)
+            self._ledger.ended(self)
+
+    def run(self) -> None:
+        """Do all layers: what `Communicator.rearrange` is made of.
+
+        The copies of a layer's commit, and the start of the transfer that takes its slot, run while the next layer's
+        vote is under way.
+        """
+        with self._ledger.reporting():
+            before: StagedLayer | None = None
+            for layer in self.layers:
+                staged = self._start_up_to(layer)
+                if before is None and self._slots > 1:
+                    self._start_one()
+                self._land(staged)
+                if before is not None:
+                    self._commit(before)
+                    self._start_one()
+                self._decide(staged)
+                if self._slots == 1:
+                    self._commit(staged)
+                else:
+                    before = staged
+            if before is not None:
+                self._commit(before)
+            self.end()
+
+    # --- steps of a layer ----------------------------------------------------------------------------------------------
+
+    def _check_stage(self, layer: int) -> None:
+        self._ledger.check_usable()
+        if self._next_stage >= len(self.layers):
+            raise PlanError("EPLB-P004", problem=f"stage({layer}) after every layer was staged")
+        expected = self.layers[self._next_stage]
+        if layer != expected:
+            raise PlanError("EPLB-P004", problem=f"stage({layer}) where layer {expected} is next")
+        if len(self._uncommitted) >= self._slots:
+            problem = f"stage({layer}) while layer(s) {list(self._uncommitted)} are staged and uncommitted"
+            raise PlanError("EPLB-P004", problem=problem)
+
+    def _start_up_to(self, layer: int) -> StagedLayer:
+        if layer not in self._started:
+            self._start_one()
+        return self._started[layer]
+
+    def _start_one(self) -> None:
+        """Start the next layer's transfer, if there is one; a failure is kept for its own vote."""
+        if self._next_start >= len(self.layers):
+            return
+        session, config = self._session, self._session.assembly.config
+        layer = self.layers[self._next_start]
+        slot = self._next_start % self._slots
+        self._next_start += 1
+        with self._ledger.phase("transfer"):
+            Streams.synchronise(self._ledger.slot_events.pop(slot, None))
+            geometry = session.assembly.layout.geometries[layer]
+            plan = self._plan.transfer_plan(
+                layer,
+                session.rank,
+                geometry,
+                generation=session.generation,
+                sequence=self._ledger.next_sequence(),
+                slot=slot,
+                landing_layout=session.backend.landing_layout,
+                coalesce_nbytes=int(getattr(session.backend, "coalesce_nbytes", 0)),
+                batched=session.assembly.info.batched,
+                max_ops_per_batch=config.max_ops_per_batch,
+                migration_batching=config.enable_migration_batching,
+            )
+            copies = commit_copies(
+                self._ledger.row_views(layer),
+                geometry,
+                self._plan.commit_plan(layer, session.rank),
+                plan.receives,
+                session.landing,
+                slot,
+            )
+            vote = session.vote(str(layer), f"layer {layer}, phase vote")
+            staged = StagedLayer(layer, slot, plan, copies, vote)
+            self._started[layer] = staged
+            self._votes.append(vote)
+            try:
+                staged.handle = session.hooks.transfer(plan)
+            except Exception as error:
+                staged.failure = error
+
+    def _land(self, staged: StagedLayer) -> None:
+        """Wait for a layer's rows and cast the ballot."""
+        session, where = self._session, f"layer {staged.number}, phase wait"
+        session.vote_at_hand = staged.vote
+        with self._guard(staged, where):
+            if staged.failure is not None:
+                where = f"layer {staged.number}, phase transfer"
+                raise _At(where, staged.failure)
+            with self._ledger.phase("wait"):
+                receipt = session.hooks.wait(staged.handle, session.timeout_s)
+            staged.landed = True
+            self._ledger.count_bytes(receipt.nbytes_received, receipt.nbytes_sent, staged.copies.nbytes_local)
+            with self._ledger.phase("vote"):
+                where = f"layer {staged.number}, phase vote"
+                evidence: Mapping[str, bytes] = {}
+                if session.hooks.observed:
+                    evidence = session.hooks.observe(self._event("vote", staged.number))
+                staged.vote.cast(Ballot(True, evidence=evidence), lambda ballots: self._tally(staged, ballots))
+
+    def _decide(self, staged: StagedLayer) -> None:
+        """Wait for a layer's decision and obey it."""
+        with self._guard(staged, f"layer {staged.number}, phase vote"), self._ledger.phase("vote"):
+            decision = self._session.decide(staged.vote)
+        if not decision.commit:
+            self._abandon(staged.number, decision, None)
+        del self._started[staged.number]
+        self._uncommitted[staged.number] = staged
+        self._next_stage += 1
+        self._ledger.decided(staged.number)
+
+    def _commit(self, staged: StagedLayer) -> None:
+        session = self._session
+        with self._ledger.phase("commit"):
+            try:
+                staged.copies.run()
+                self._ledger.slot_events[staged.slot] = session.assembly.streams.mark()
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                dead = CommitError("EPLB-T006", layer=staged.number, rank=session.rank, reason=reason)
+                session.vanish()
+                self._ledger.poison(dead, f"layer {staged.number}, phase commit")
+                raise dead from error
+            del self._uncommitted[staged.number]
+            if session.hooks.observed:
+                session.hooks.observe(self._event("commit", staged.number))
+
+    def _tally(self, staged: StagedLayer, ballots: Mapping[int, Ballot]) -> Decision:
+        session = self._session
+        if session.hooks.observed:
+            shown: dict[str, dict[int, bytes]] = {}
+            for rank, ballot in ballots.items():
+                for name, value in ballot.evidence.items():
+                    shown.setdefault(name, {})[rank] = value
+            try:
+                session.hooks.observe(self._event("tally", staged.number, evidence=shown))
+            except Exception as error:
+                named, fatal = session.diagnose(error, staged.vote, staged.vote.where)
+                return Decision(False, session.rank, named, fatal)
+        return session.tally(ballots)
+
+    # --- failures ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _guard(self, staged: StagedLayer, where: str) -> Iterator[None]:
+        """Turn whatever a step raises into the abort of its layer on every rank."""
+        try:
+            yield
+        except StoreGone as gone:
+            self._store_lost(gone, where)
+        except EplbError as error:
+            self._fail(staged, error, where)
+        except _At as at:
+            self._fail(staged, at.error, at.where)
+        except Exception as error:
+            self._fail(staged, error, where)
+        except BaseException as interrupt:  # Ctrl-C: the members must not wait for this rank
+            error = error_for("EPLB-T007", rank=self._session.rank, where=where, reason=type(interrupt).__name__)
+            self._ledger.poison(error, where)
+            try:
+                staged.vote.abort(error, fatal=True)
+            except StoreGone:
+                interrupt.add_note("eplb: the store is lost too; the other ranks find out by their own limits")
+            raise
+
+    def _fail(self, staged: StagedLayer, error: Exception, where: str) -> NoReturn:
+        try:
+            named, fatal = self._session.diagnose(error, staged.vote, where)
+            decision = staged.vote.abort(named, fatal=fatal)
+        except StoreGone as gone:
+            self._store_lost(gone, where)
+        self._abandon(staged.number, decision, error)
+
+    def _abandon(self, layer: int, decision: Decision, cause: Exception | None) -> NoReturn:
+        """Leave the generation: drain what is in flight, finish what was decided, and raise the common error."""
+        session = self._session
+        reason = str(decision.error or "no reason given")
+        drained = self._drain(reason)
+        where = f"layer {layer}, generation {session.generation}"
+        error = decision.error or error_for("EPLB-T007", rank=decision.by, where=where, reason=reason)
+        for staged in list(self._uncommitted.values()):
+            self._commit(staged)
+        usable = False
+        try:
+            usable = not decision.fatal and self._all_drained(layer, drained)
+        except StoreGone:
+            usable = False
+        if not usable:
+            self._ledger.poison(error, where, undrained=not drained)
+        self._session.forget_later(self._votes)
+        self._ledger.ended(self)
+        if session.hooks.observed:
+            session.hooks.observe(self._event("abort", layer, ok=False, reason=reason))
+        raise error from cause
+
+    def _drain(self, reason: str) -> bool:
+        drained = True
+        for staged in self._started.values():
+            if staged.failure is not None:
+                drained = False  # nobody knows how far it came
+            elif not staged.landed:
+                try:
+                    drained = bool(self._session.backend.abort(staged.handle, reason)) and drained
+                except Exception as error:
+                    self._ledger.note(f"abort of layer {staged.number} raised {error!r}")
+                    drained = False
+        return drained
+
+    def _all_drained(self, layer: int, drained: bool) -> bool:
+        vote = self._session.vote(f"{layer}/drain", f"layer {layer}, phase drain")
+        self._votes.append(vote)
+        self._session.vote_at_hand = vote
+        vote.cast(Ballot(drained), self._session.tally)
+        limit_s = min(_DRAIN_LIMIT_S, self._session.timeout_s)
+        return self._session.decide(vote, pump=True, timeout_s=limit_s).commit
+
+    def _store_lost(self, gone: StoreGone, where: str) -> NoReturn:
+        doubtful = [s for s in self._started.values() if s.vote.balloted and s.vote.decision is None]
+        drained = self._drain("the store is lost")
+        for staged in list(self._uncommitted.values()):
+            self._commit(staged)
+        dead = ", ".join(f"rank {rank}" for rank in self._session.dead)
+        detail = f"Gone: {dead}." if dead else ""
+        layers = [staged.number for staged in doubtful] or "none"
+        error = StoreLostError("EPLB-T005", where=where, problem=str(gone), layers=layers, detail=detail)
+        self._ledger.poison(error, where, undrained=not drained, doubtful=doubtful)
+        self._ledger.ended(self)
+        raise error from gone
+
+    def _event(self, kind: Any, layer: int, ok: bool = True, reason: str = "", evidence: Any = None) -> Event:
+        session = self._session
+        return Event(kind, session.assembly.name, session.epoch, session.generation, layer, ok, reason, evidence or {})
+
+
+class _At(Exception):
+    """Carries an error together with the step it belongs to."""
+
+    def __init__(self, where: str, error: Exception) -> None:
+        super().__init__(where)
+        self.where = where
+        self.error = error

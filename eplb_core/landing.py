@@ -1,0 +1,177 @@
+"""Landing memory: where rows wait until a layer commits, and the copies of the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from eplb_core.backend import StagingAllocator, StagingBlock
+from eplb_core.layout import LayerGeometry, Layout
+
+if TYPE_CHECKING:
+    from eplb_core.plan import CommitPlan, MoveColumns
+
+
+class LandingMemory:
+    """``staging_layers`` slots, each big enough for what one rank receives of any layer, and one spare row per tensor.
+
+    Parameters
+    ----------
+    layout : Layout
+        What is registered.
+    staging_layers : int
+        Slots, 1 or 2.
+    landing_layout : {"rows", "packed_by_peer"}
+        How the backend lays rows out in a slot.
+    landing_device : torch.device
+        Where the slots are.
+    num_peers : int
+        Most ranks one slot receives from.
+    allocator : StagingAllocator
+        Owner of the memory.
+    host_landing : list of list of torch.Tensor or None
+        The host's own landing rows, ``[staging_layers][num_tensors]`` uint8 ``[rows, nbytes]``; "rows" layout only.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        staging_layers: int,
+        landing_layout: str,
+        landing_device: torch.device,
+        num_peers: int,
+        allocator: StagingAllocator,
+        host_landing: list[list[torch.Tensor]] | None,
+    ) -> None:
+        self.rows = host_landing
+        self._allocator = allocator
+        self._layout_name = landing_layout
+        nbytes = max(_slot_nbytes(g, landing_layout, num_peers) for g in layout.geometries)
+        count = 0 if host_landing is not None else staging_layers
+        self._blocks: list[StagingBlock] = [allocator.allocate(nbytes, landing_device) for _ in range(count)]
+        self.slots = [block.data for block in self._blocks]
+        self.nbytes = sum(slot.numel() for slot in self.slots)
+        widest = max((int(n) for g in layout.geometries for n in g.nbytes), default=0)
+        tensors = max(len(g.nbytes) for g in layout.geometries)
+        self._spare = [torch.empty(widest, dtype=torch.uint8, device=layout.device) for _ in range(tensors)]
+
+    def spare_row(self, tensor: int, nbytes: int) -> torch.Tensor:
+        """Return the spare row of a tensor, uint8 ``[nbytes]``."""
+        return self._spare[tensor][:nbytes]
+
+    def landed_row(self, slot: int, tensor: int, row: int, offset: int, nbytes: int) -> torch.Tensor:
+        """Return where a received row lies, uint8 ``[nbytes]``."""
+        if self.rows is not None:
+            return self.rows[slot][tensor][row]
+        return self.slots[slot][offset : offset + nbytes]
+
+    def release(self, event: object | None = None) -> None:
+        """Give the slots back to their allocator."""
+        for block in self._blocks:
+            self._allocator.release(block, event)
+        self._blocks = []
+        self.slots = []
+
+
+@dataclass(frozen=True, eq=False)
+class CommitCopies:
+    """The copies of one layer's commit, ready to run: steps in order, each a list of (to, from) rows.
+
+    Built before the vote, so that a commit allocates nothing and checks nothing.
+
+    Parameters
+    ----------
+    steps : tuple of (list of torch.Tensor, list of torch.Tensor)
+        Destinations and sources of each step; the copies of a step are independent of each other.
+    nbytes_local : int
+        Bytes of rows that come from this rank itself.
+    """
+
+    steps: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...]
+    nbytes_local: int
+
+    def run(self) -> None:
+        """Copy, on the caller's current stream."""
+        for destinations, sources in self.steps:
+            torch._foreach_copy_(destinations, sources, non_blocking=True)
+
+
+def commit_copies(
+    row_views: Sequence[Sequence[torch.Tensor]],
+    geometry: LayerGeometry,
+    plan: CommitPlan,
+    receives: MoveColumns,
+    landing: LandingMemory,
+    slot: int,
+) -> CommitCopies:
+    """Lay out the commit of one layer on this rank.
+
+    Parameters
+    ----------
+    row_views : ``[num_tensors][num_local_physical_experts]`` of torch.Tensor
+        Live rows, uint8.
+    geometry : LayerGeometry
+        Of the layer.
+    plan : CommitPlan
+        Local moves in place, level by level, then landed rows, then duplicates of them.
+    receives : MoveColumns
+        Where each landed row lies.
+    landing : LandingMemory
+        Holds them.
+    slot : int
+        Which slot.
+
+    Returns
+    -------
+    CommitCopies
+    """
+    moving = geometry.moving.tolist()
+    sizes = geometry.nbytes.tolist()
+    spare_number = geometry.num_local_physical_experts
+    steps: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+
+    def live(tensor: int, row: int) -> torch.Tensor:
+        return landing.spare_row(tensor, sizes[tensor]) if row == spare_number else row_views[tensor][row]
+
+    pairs = plan.copies.tolist()
+    bounds = [*plan.level_starts.tolist(), len(pairs)] if len(pairs) else []
+    bounds = sorted(set(bounds))
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        level = pairs[start:end]
+        steps.append(
+            (
+                [live(tensor, to) for to, _ in level for tensor in moving],
+                [live(tensor, source) for _, source in level for tensor in moving],
+            )
+        )
+    if len(receives):
+        columns = zip(
+            receives.tensor.tolist(),
+            receives.row.tolist(),
+            receives.landing_offset.tolist(),
+            receives.nbytes.tolist(),
+            strict=True,
+        )
+        to, source = [], []
+        for tensor, row, offset, nbytes in columns:
+            to.append(row_views[tensor][row])
+            source.append(landing.landed_row(slot, tensor, row, offset, nbytes))
+        steps.append((to, source))
+    duplicates = plan.duplicates.tolist()
+    if duplicates:
+        steps.append(
+            (
+                [row_views[tensor][to] for to, _ in duplicates for tensor in moving],
+                [row_views[tensor][source] for _, source in duplicates for tensor in moving],
+            )
+        )
+    local_rows = sum(1 for to, _ in pairs if to != spare_number) + len(duplicates)
+    return CommitCopies(tuple(steps), local_rows * sum(sizes[tensor] for tensor in moving))
+
+
+def _slot_nbytes(geometry: LayerGeometry, landing_layout: str, num_peers: int) -> int:
+    return geometry.nbytes_grid if landing_layout == "rows" else geometry.nbytes_packed(num_peers)

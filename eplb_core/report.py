@@ -1,0 +1,48 @@
+"""What a rearrangement did: the report that comes back from it, and rides on every error that leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, eq=False)
+class RearrangeReport:
+    """What holds after a rearrangement, whole or failed.
+
+    Parameters
+    ----------
+    committed_layers : tuple of int
+        Layers that moved something and are on the new placement on every live rank.
+    physical_to_logical_map : ndarray, int64, [num_moe_layers, num_physical_experts]
+        The placement that now holds; equal on all live ranks.
+    nbytes_received, nbytes_sent : int
+        Bytes of rows that this rank took from, and gave to, other ranks.
+    nbytes_local : int
+        Bytes of rows that moved within this rank.
+    seconds : float
+        From begin to end on this rank.
+    seconds_by_phase : Mapping[str, float]
+        Seconds of this rank's thread in "agree", "connect", "transfer", "wait", "vote" and "commit".
+    backend : str
+        Which moved them.
+    epoch, generation : int
+        Which rearrangement it was.
+    quarantined_nbytes : int
+        Landing memory that an undrained transfer may still write, kept out of use for the life of the process.
+    """
+
+    committed_layers: tuple[int, ...]
+    physical_to_logical_map: npt.NDArray[np.int64]
+    nbytes_received: int = 0
+    nbytes_sent: int = 0
+    nbytes_local: int = 0
+    seconds: float = 0.0
+    seconds_by_phase: Mapping[str, float] = field(default_factory=dict)
+    backend: str = ""
+    epoch: int = 0
+    generation: int = 0
+    quarantined_nbytes: int = 0

@@ -1,0 +1,1 @@
+"""Single-copy transfers between processes of one host."""
