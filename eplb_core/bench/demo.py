@@ -1,0 +1,229 @@
+"""One rank of the demo: it holds experts, moves them for a skewed load, and checks every byte of what it then holds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from eplb_core.bench.launch import Emit
+from eplb_core.bench.load import zipf_load
+from eplb_core.bench.tensors import Verification, allocate, fill, verify
+from eplb_core.bench.workload import IntArray, Workload, WorkloadOptions, build_workload
+from eplb_core.errors import BenchError
+
+if TYPE_CHECKING:
+    from eplb_core import Communicator, RearrangeReport
+
+TARGET = "eplb_core.bench.demo:run_launched"
+"""What `eplb_core.bench.launch.launch` is given."""
+
+_SHOWN_ROWS = 5
+
+
+@dataclass(frozen=True)
+class DemoJob:
+    """What the user asked for; the same on every rank.
+
+    Parameters
+    ----------
+    workload : WorkloadOptions
+        What is moved.
+    backend : str or None
+        None is the automatic choice.
+    rounds : int
+        Rearrangements, each for a load of its own.
+    timeout_s : float
+        Limit of every wait, seconds.
+    """
+
+    workload: WorkloadOptions = field(default_factory=WorkloadOptions)
+    backend: str | None = None
+    rounds: int = 1
+    timeout_s: float = 60.0
+
+    def to_payload(self) -> dict[str, Any]:
+        """Return it as what goes into JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_payload(cls, payload: Mapping[str, Any]) -> DemoJob:
+        """Return the job of a payload."""
+        return cls(**{**payload, "workload": WorkloadOptions(**payload["workload"])})
+
+
+def run_launched(payload: Mapping[str, Any], rank: int, world_size: int, store: Any, emit: Emit) -> None:
+    """Run one rank on the store of its launch."""
+    job = DemoJob.from_payload(payload)
+    dist: Any = import_module("torch.distributed")
+    limit = timedelta(seconds=job.timeout_s)
+    group_store = dist.PrefixStore("demo_group", store)
+    dist.init_process_group("gloo", store=group_store, rank=rank, world_size=world_size, timeout=limit)
+    run_rank(job, dist.group.WORLD, None, emit)
+    dist.destroy_process_group()
+
+
+def run_in_environment(job: DemoJob, emit: Emit) -> None:
+    """Run the rank that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment describe, as torchrun's do."""
+    dist: Any = import_module("torch.distributed")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
+    run_rank(job, dist.group.WORLD, _own_address(os.environ["MASTER_ADDR"]), emit)
+    dist.destroy_process_group()
+
+
+def run_rank(job: DemoJob, group: Any, host: str | None, emit: Emit) -> None:
+    """Do one rank's part, through the public API alone.
+
+    Parameters
+    ----------
+    job : DemoJob
+        The same on every rank.
+    group : torch.distributed.ProcessGroup
+        All ranks; it must move CPU tensors.
+    host : str or None
+        Address at which the other ranks reach this one; None is loopback.
+    emit : callable
+        Rank 0 reports "workload", "choice", "progress" and "round"; every rank reports "wrong" rows.
+
+    Raises
+    ------
+    EplbError
+        What the rearrangement raised, or EPLB-B006 when rows of this rank do not hold what they should.
+    """
+    import torch
+
+    import eplb_core as eplb
+
+    dist: Any = import_module("torch.distributed")
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+
+    def report(kind: str, **data: Any) -> None:
+        if rank == 0:
+            emit(kind, data)
+
+    workload = build_workload(job.workload, world_size)
+    report("workload", **workload.describe())
+    config = eplb.EPLBConfig(
+        communicator=job.backend,
+        use_async=False,
+        num_redundant_experts=workload.num_redundant_experts,
+        timeout_s=job.timeout_s,
+    )
+    choice = eplb.select(config, device_type="cpu", catalog=eplb.discover())
+    rejected = {} if job.backend else {name: why for name, why in choice.reasons.items() if name != choice.name}
+    report("choice", name=choice.name, why=choice.reasons[choice.name], rejected=rejected)
+
+    placement = workload.initial_map()
+    num_local = workload.num_local_physical_experts
+    mine = slice(rank * num_local, (rank + 1) * num_local)
+    weights = allocate(workload.source.specs, num_local)
+    fill(workload.source, weights, placement[:, mine], _progress(report, "load", 0, workload.num_layers))
+
+    control = eplb.ControlPlane.from_process_group(group, host=host)
+    found = Verification(0, 0, ())
+    names = [[spec.name for spec in layer] for layer in workload.source.specs]
+    with eplb.Communicator(config, weights, control, tensor_names=names, name="demo") as comm:
+        comm.connect(job.timeout_s)
+        for number in range(1, job.rounds + 1):
+            load, wanted = _next_placement(job, workload, number)
+            dist.barrier(group)
+            moved, seconds = _rearrange(comm, placement, wanted, report, number)
+            before, placement = placement, moved.physical_to_logical_map
+            checking = _progress(report, "verify", number, workload.num_layers)
+            found = verify(workload.source, weights, placement[:, mine], checking)
+            for row in found.wrong[:_SHOWN_ROWS]:
+                emit("wrong", {"round": number, "row": str(row)})
+            sums = _sum(
+                group,
+                nbytes_moved=moved.nbytes_received,
+                nbytes_local=moved.nbytes_local,
+                rows_checked=found.num_rows,
+                nbytes_checked=found.nbytes,
+                rows_wrong=len(found.wrong),
+            )
+            report(
+                "round",
+                round=number,
+                **_balancedness(load, before, placement, world_size),
+                layers_committed=list(moved.committed_layers),
+                seconds=_slowest(group, seconds),
+                **sums,
+            )
+            if sums["rows_wrong"]:  # the same on every rank, so that all leave together
+                break
+    if found.wrong:
+        raise BenchError("EPLB-B006", len(found.wrong), found.num_rows, rank, detail=f"First: {found.wrong[0]}.")
+
+
+def _next_placement(job: DemoJob, workload: Workload, number: int) -> tuple[IntArray, IntArray]:
+    """Return the load of a round and the placement that the default policy makes of it, the same on every rank."""
+    from eplb_core.balancing import rebalance_experts
+
+    load = zipf_load(
+        workload.num_layers, workload.source.num_experts, workload.top_k, seed=job.workload.seed, round_number=number
+    )
+    return load, rebalance_experts(load, workload.num_physical_experts, num_ranks=workload.world_size)
+
+
+def _rearrange(
+    comm: Communicator, old: IntArray, new: IntArray, report: Callable[..., None], number: int
+) -> tuple[RearrangeReport, float]:
+    """Move the layers one by one; return the rearrangement's report and this rank's seconds."""
+    started = time.perf_counter()
+    generation = comm.begin(old, new)
+    moving = _progress(report, "move", number, len(generation.layers))
+    for done, layer in enumerate(generation.layers, 1):
+        generation.stage(layer)
+        generation.commit(layer)
+        moving(done)
+    generation.end()
+    return comm.report, time.perf_counter() - started
+
+
+def _balancedness(load: IntArray, before: IntArray, after: IntArray, world_size: int) -> dict[str, float]:
+    from eplb_core.balancing import balancedness
+
+    return {
+        f"balancedness_{when}": float(balancedness(load, placement, world_size).mean())
+        for when, placement in (("before", before), ("after", after))
+    }
+
+
+def _progress(report: Callable[..., None], phase: str, number: int, total: int) -> Callable[[int], None]:
+    def done(count: int) -> None:
+        report("progress", phase=phase, round=number, done=count, total=total)
+
+    return done
+
+
+def _sum(group: Any, **counts: int) -> dict[str, int]:
+    """Add each count up over all ranks."""
+    import torch
+
+    totals = torch.tensor(list(counts.values()), dtype=torch.int64)
+    import_module("torch.distributed").all_reduce(totals, group=group)
+    return dict(zip(counts, totals.tolist(), strict=True))
+
+
+def _slowest(group: Any, seconds: float) -> float:
+    import torch
+
+    dist: Any = import_module("torch.distributed")
+    slowest = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return float(slowest)
+
+
+def _own_address(master: str) -> str | None:
+    """Return the address of this host on its way to another; None where that is this host itself."""
+    family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing: the kernel looks the route up
+        own = str(probe.getsockname()[0])
+    return None if own.startswith("127.") or own == "::1" else own

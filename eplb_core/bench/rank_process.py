@@ -1,0 +1,75 @@
+"""A rank's own side of `launch`: takes its job from stdin, reports through a pipe, and ends when its parent does."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from eplb_core.errors import EplbError
+
+_CONNECT_S = 60.0
+
+
+def main() -> int:
+    """Run one rank; its exit status is 0 when the function returned."""
+    job = _read_job()
+    threading.Thread(target=_end_with_parent, name="eplb-lifeline", daemon=True).start()
+    with os.fdopen(job["events_fd"], "w", encoding="ascii") as events:
+
+        def emit(kind: str, data: Mapping[str, Any]) -> None:
+            events.write(json.dumps({"kind": kind, "data": data}) + "\n")
+            events.flush()
+
+        try:
+            module, _, function = job["target"].partition(":")
+            run = getattr(importlib.import_module(module), function)
+            run(job["payload"], job["rank"], job["world_size"], _store(job), emit)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent shows it
+            code = error.code if isinstance(error, EplbError) else ""
+            text = {"error": type(error).__name__, "code": code, "message": str(error), "trace": traceback.format_exc()}
+            emit("failed", text)
+            return 1
+        emit("finished", {})
+        return 0
+
+
+def _read_job() -> dict[str, Any]:
+    # Unbuffered, as in _end_with_parent: a thread that holds stdin's buffer lock at exit is fatal to the interpreter.
+    line = b""
+    while not line.endswith(b"\n"):
+        piece = os.read(0, 1 << 16)
+        if not piece:
+            sys.exit("no job: this module is run by eplb_core.bench.launch")
+        line += piece
+    job: dict[str, Any] = json.loads(line)
+    return job
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1 << 10):
+        pass
+    os._exit(1)
+
+
+def _store(job: Mapping[str, Any]) -> Any:
+    dist: Any = importlib.import_module("torch.distributed")
+    return dist.TCPStore(
+        "127.0.0.1",
+        job["port"],
+        job["world_size"],
+        is_master=job["listen_fd"] is not None,
+        timeout=timedelta(seconds=_CONNECT_S),
+        wait_for_workers=False,
+        master_listen_fd=job["listen_fd"],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

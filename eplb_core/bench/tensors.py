@@ -1,0 +1,224 @@
+"""Expert tensors whose contents can be checked: what they are, where their rows come from, and whether they arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+ByteArray = npt.NDArray[np.uint8]
+IntArray = npt.NDArray[np.int64]
+
+_DTYPE_NBYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+def dtype_nbytes(dtype: str) -> int:
+    """Return the bytes of one element of a torch dtype, by name."""
+    return _DTYPE_NBYTES[dtype]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One expert's share of one tensor.
+
+    Parameters
+    ----------
+    name : str
+        As engines call it, such as ``"w13_weight"``.
+    shape : tuple of int
+        Without the expert axis; ``()`` is one scalar per expert.
+    dtype : str
+        Name of the torch dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one expert's row."""
+        return prod(self.shape) * dtype_nbytes(self.dtype)
+
+
+class ExpertSource(Protocol):
+    """Where the right bytes of every logical expert can be had, at any time, on any rank."""
+
+    @property
+    def num_experts(self) -> int:
+        """Logical experts of every layer."""
+        ...
+
+    @property
+    def specs(self) -> Sequence[tuple[TensorSpec, ...]]:
+        """The tensors of each layer."""
+        ...
+
+    def write(self, layer: int, tensor: int, expert: int, out: ByteArray) -> None:
+        """Write one expert's row, uint8 ``[nbytes]``, into `out`."""
+        ...
+
+
+class GeneratedExperts:
+    """Pseudo-random experts: any bit pattern may occur, NaNs included, and no two rows are alike.
+
+    Parameters
+    ----------
+    specs : sequence of tuple of TensorSpec
+        The tensors of each layer.
+    num_experts : int
+        Logical experts of every layer.
+    seed : int
+        The same on every rank; a row follows from (seed, layer, tensor, expert).
+    """
+
+    def __init__(self, specs: Sequence[tuple[TensorSpec, ...]], num_experts: int, seed: int) -> None:
+        self.specs = specs
+        self.num_experts = num_experts
+        self._seed = seed
+
+    def write(self, layer: int, tensor: int, expert: int, out: ByteArray) -> None:
+        """Write one expert's row; see `ExpertSource`."""
+        bits = np.random.SFC64(np.random.SeedSequence([self._seed, layer, tensor, expert]))
+        words = np.random.Generator(bits).integers(0, 1 << 64, -(-out.size // 8), dtype=np.uint64)
+        out[:] = words.view(np.uint8)[: out.size]
+
+
+@dataclass(frozen=True)
+class WrongRow:
+    """A row that does not hold the logical expert which the map puts there."""
+
+    layer: int
+    tensor: str
+    row: int
+    expert: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"layer {self.layer} {self.tensor} row {self.row}: not expert {self.expert} from byte {self.offset} on"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a check of every row found.
+
+    Parameters
+    ----------
+    num_rows, nbytes : int
+        Rows and bytes compared.
+    wrong : tuple of WrongRow
+        Rows that differ, in order.
+    """
+
+    num_rows: int
+    nbytes: int
+    wrong: tuple[WrongRow, ...]
+
+
+def allocate(specs: Sequence[tuple[TensorSpec, ...]], num_local_physical_experts: int) -> list[list[torch.Tensor]]:
+    """Allocate one rank's expert tensors on the CPU.
+
+    Parameters
+    ----------
+    specs : sequence of tuple of TensorSpec
+        The tensors of each layer.
+    num_local_physical_experts : int
+        Rows of every tensor.
+
+    Returns
+    -------
+    list of list of torch.Tensor
+        ``[num_layers][num_tensors]``, each ``[num_local_physical_experts, *spec.shape]``, uninitialised.
+    """
+    import torch
+
+    return [
+        [torch.empty((num_local_physical_experts, *spec.shape), dtype=getattr(torch, spec.dtype)) for spec in layer]
+        for layer in specs
+    ]
+
+
+def byte_rows(tensor: torch.Tensor) -> ByteArray:
+    """View a contiguous CPU tensor as uint8 ``[num_rows, nbytes_per_row]``."""
+    import torch
+
+    rows: ByteArray = tensor.reshape(tensor.shape[0], -1).view(torch.uint8).numpy()
+    return rows
+
+
+def fill(
+    source: ExpertSource,
+    weights: Sequence[Sequence[torch.Tensor]],
+    local_map: IntArray,
+    on_layer: Callable[[int], None] | None = None,
+) -> None:
+    """Load a rank's rows.
+
+    Parameters
+    ----------
+    source : ExpertSource
+        Where the bytes come from.
+    weights : sequence of sequence of torch.Tensor
+        As `allocate` returns them.
+    local_map : IntArray
+        ``[num_layers, num_local_physical_experts]``, logical expert of each row, -1 for none.
+    on_layer : callable, optional
+        Called with the number of layers done.
+    """
+    for layer, tensors in enumerate(weights):
+        for index, tensor in enumerate(tensors):
+            rows = byte_rows(tensor)
+            for row, expert in enumerate(local_map[layer].tolist()):
+                if expert >= 0:
+                    source.write(layer, index, expert, rows[row])
+        if on_layer is not None:
+            on_layer(layer + 1)
+
+
+def verify(
+    source: ExpertSource,
+    weights: Sequence[Sequence[torch.Tensor]],
+    local_map: IntArray,
+    on_layer: Callable[[int], None] | None = None,
+) -> Verification:
+    """Compare every byte of a rank's rows with what the map says they hold.
+
+    Parameters
+    ----------
+    source, weights, local_map, on_layer
+        See `fill`.
+
+    Returns
+    -------
+    Verification
+        Rows whose map entry is -1 hold nothing that could be wrong and are not counted.
+    """
+    num_rows = nbytes = 0
+    wrong: list[WrongRow] = []
+    for layer, tensors in enumerate(weights):
+        for index, tensor in enumerate(tensors):
+            rows = byte_rows(tensor)
+            expected = np.empty(rows.shape[1], np.uint8)
+            for row, expert in enumerate(local_map[layer].tolist()):
+                if expert < 0:
+                    continue
+                source.write(layer, index, expert, expected)
+                num_rows += 1
+                nbytes += expected.size
+                if not np.array_equal(rows[row], expected):
+                    offset = int(np.argmax(rows[row] != expected))
+                    wrong.append(WrongRow(layer, source.specs[layer][index].name, row, expert, offset))
+        if on_layer is not None:
+            on_layer(layer + 1)
+    return Verification(num_rows, nbytes, tuple(wrong))

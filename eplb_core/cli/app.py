@@ -1,0 +1,51 @@
+"""The commands of ``eplb``, put together; each lives in a module of its own and imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from eplb_core import __version__
+from eplb_core.cli.backends import backends
+from eplb_core.cli.console import stderr
+from eplb_core.cli.demo import demo
+from eplb_core.cli.explain import explain
+from eplb_core.errors import EplbError
+
+app = typer.Typer(
+    name="eplb",
+    help="Move expert weights between the ranks of a Mixture-of-Experts engine while it serves.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (backends, demo, explain):
+    app.command()(command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"eplb-core {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Move expert weights between the ranks of a Mixture-of-Experts engine while it serves."""
+
+
+def run() -> None:
+    """Run the command line; a typed error ends it with its text on stderr and status 1."""
+    try:
+        app()
+    except EplbError as error:
+        console = stderr()
+        console.print(f"{type(error).__name__}: {error}", style="red", soft_wrap=True)
+        console.print(f"'eplb explain {error.code}' says what that means and what to do.", soft_wrap=True)
+        sys.exit(1)

@@ -1,0 +1,96 @@
+"""``eplb demo``: a real architecture's experts on N ranks, moved for a skewed load, every byte checked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eplb_core.bench.demo import TARGET, DemoJob, run_in_environment
+from eplb_core.bench.launch import launch
+from eplb_core.bench.presets import PRESETS
+from eplb_core.bench.workload import WorkloadOptions, build_workload, check_memory
+from eplb_core.cli.console import stderr
+from eplb_core.cli.demo_view import DemoView
+from eplb_core.errors import EplbError
+
+_DEFAULT_RANKS = 4
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_INTERRUPTED = 130
+
+
+def demo(
+    preset: Annotated[
+        str | None, typer.Option(metavar="NAME", help=f"Published geometry: {', '.join(PRESETS)}.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Safetensors folder with a model's experts, instead of a preset.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="MoE layers to hold.")] = None,
+    scale: Annotated[int | None, typer.Option(min=1, help="Divides both widths of a preset's experts.")] = None,
+    redundant: Annotated[
+        int | None, typer.Option(min=0, help="Redundant experts of each layer; by default one a rank, or a few more.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes; 4 by default, torchrun's under torchrun.")
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Backend; by default the best usable one.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rearrangements, each for another load.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of the load and of generated contents.")] = 0,
+    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Limit of every wait of a rank.")] = 60.0,
+    limit: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="Ranks still running then are killed.")
+    ] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, and no progress.")] = False,
+) -> None:
+    """Move a real architecture's experts between ranks for a skewed load, and check every byte."""
+    if preset is not None and checkpoint is not None:
+        raise typer.BadParameter("give a preset or a checkpoint, not both", param_hint="--checkpoint")
+    options = WorkloadOptions(
+        **({} if preset is None else {"preset": preset}),
+        checkpoint=None if checkpoint is None else str(checkpoint),
+        num_layers=layers,
+        scale=scale,
+        num_redundant_experts=redundant,
+        seed=seed,
+    )
+    job = DemoJob(options, backend=backend, rounds=rounds, timeout_s=timeout)
+    view = DemoView(as_json=as_json)
+    if all(name in os.environ for name in _TORCHRUN):
+        world_size = int(os.environ["WORLD_SIZE"])
+        if ranks not in (None, world_size):
+            raise typer.BadParameter(f"torchrun started {world_size} ranks", param_hint="--ranks")
+        raise typer.Exit(_take_part(job, view))
+    raise typer.Exit(_launch(job, ranks or _DEFAULT_RANKS, limit, view))
+
+
+def _launch(job: DemoJob, num_ranks: int, limit_s: float, view: DemoView) -> int:
+    """Run all ranks as processes of this one; return the exit status."""
+    import eplb_core as eplb
+
+    # What is wrong with the options is said once, here, and not by every rank.
+    check_memory(build_workload(job.workload, num_ranks))
+    eplb.select(eplb.EPLBConfig(communicator=job.backend, use_async=False), device_type="cpu")
+    try:
+        with view.bars:
+            failures = launch(TARGET, job.to_payload(), num_ranks, limit_s=limit_s, on_event=view.on_event)
+    except KeyboardInterrupt:
+        stderr().print("interrupted; all ranks are ended")
+        return _INTERRUPTED
+    return view.conclude(failures)
+
+
+def _take_part(job: DemoJob, view: DemoView) -> int:
+    """Run one rank, which torchrun started; rank 0 shows what happens, the others only what goes wrong."""
+    rank = int(os.environ["RANK"])
+    try:
+        with view.bars:
+            run_in_environment(job, lambda kind, data: view.on_event(rank, kind, dict(data)))
+    except EplbError as error:
+        stderr().print(f"rank {rank}: {type(error).__name__}: {error}", soft_wrap=True)
+        return 1
+    return view.conclude(()) if rank == 0 else 0

@@ -1,0 +1,129 @@
+"""What is installed and what of it is usable here, as plain data: what ``eplb backends`` shows and ``--json`` prints.
+
+The document, stable within a ``schema``; unknown keys may be added, none is dropped or changes its meaning::
+
+    schema            1
+    eplb_core         version of the core
+    api_version       version of the plugin contract
+    device, async     what usability was judged for
+    choice            {name, why} of the automatic choice, or {name: null, why: the reason there is none}
+    backends          [{name, summary, distribution, version, entry_point, api_version, async_safe (true, false, null =
+                      undeclared), async_reason, device_types, elastic_safe, zero_copy, batched, auto_priority (null =
+                      only when named), requires, usable, why_not (null when usable), install_hint,
+                      probe (only with --probe) {ok, facts, problem, seconds}}]
+    staging, policies [{name, summary, distribution, version, entry_point, api_version, usable, why_not, install_hint}]
+    failures          [{entry_point, distribution, version, reason}], plugins that were skipped
+    conflicts         [{kind, name, claimants: [{entry_point, distribution, version, location}]}]
+    excluded          [{entry_point, distribution, version, location}], left out by EPLB_PLUGINS
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from eplb_core import __version__
+from eplb_core.backend import API_VERSION, BackendInfo, PolicyInfo, StagingInfo
+from eplb_core.config import EPLBConfig
+from eplb_core.discovery import Catalog
+from eplb_core.errors import ConfigError
+from eplb_core.selection import select, why_not, why_unavailable
+
+SCHEMA = 1
+
+
+def take_inventory(catalog: Catalog, *, use_async: bool, device_type: str) -> dict[str, Any]:
+    """Describe a catalog; no library of a backend is imported for it.
+
+    Parameters
+    ----------
+    catalog : Catalog
+        What is installed.
+    use_async : bool
+        Judge usability for asynchronous rearrangement.
+    device_type : str
+        ``torch.device.type`` of the weights.
+
+    Returns
+    -------
+    dict
+        As described above; goes into JSON.
+    """
+    return {
+        "schema": SCHEMA,
+        "eplb_core": __version__,
+        "api_version": API_VERSION,
+        "device": device_type,
+        "async": use_async,
+        "choice": _automatic_choice(catalog, use_async, device_type),
+        "backends": [_backend(catalog, info, use_async, device_type) for info in catalog.backends.values()],
+        "staging": [_other(catalog, "staging", info, device_type) for info in catalog.staging.values()],
+        "policies": [_other(catalog, "policy", info, device_type) for info in catalog.policies.values()],
+        "failures": [
+            {
+                "entry_point": failure.entry_point,
+                "distribution": failure.distribution,
+                "version": failure.version,
+                "reason": failure.reason,
+            }
+            for failure in catalog.failures
+        ],
+        "conflicts": [
+            {"kind": kind, "name": name, "claimants": [asdict(origin) for origin in claimants]}
+            for (kind, name), claimants in catalog.conflicts.items()
+        ],
+        "excluded": [asdict(origin) for origin in catalog.excluded],
+    }
+
+
+def likely_device_type() -> str:
+    """Return "cuda" where a GPU's device file is to be seen, else "cpu"; asking torch would import it."""
+    return "cuda" if any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")) else "cpu"
+
+
+def _automatic_choice(catalog: Catalog, use_async: bool, device_type: str) -> dict[str, str | None]:
+    try:
+        choice = select(EPLBConfig(use_async=use_async), device_type=device_type, catalog=catalog)
+    except ConfigError as error:
+        return {"name": None, "why": str(error)}
+    return {"name": choice.name, "why": choice.reasons[choice.name]}
+
+
+def _backend(catalog: Catalog, info: BackendInfo, use_async: bool, device_type: str) -> dict[str, Any]:
+    reason = why_not(info, use_async=use_async, device_type=device_type, elastic=False)
+    return {
+        **_common(catalog, "backend", info, reason),
+        "async_safe": info.async_safe,
+        "async_reason": info.async_reason,
+        "device_types": list(info.device_types),
+        "elastic_safe": info.elastic_safe,
+        "zero_copy": info.zero_copy,
+        "batched": info.batched,
+        "auto_priority": info.auto_priority,
+        "requires": list(info.requires),
+    }
+
+
+def _other(catalog: Catalog, kind: str, info: StagingInfo | PolicyInfo, device_type: str) -> dict[str, Any]:
+    reason = why_unavailable(info)
+    if isinstance(info, StagingInfo) and not {"*", device_type} & set(info.device_types):
+        reason = f"it stages for {', '.join(info.device_types)}, not for {device_type}"
+    return _common(catalog, kind, info, reason)
+
+
+def _common(
+    catalog: Catalog, kind: str, info: BackendInfo | StagingInfo | PolicyInfo, reason: str | None
+) -> dict[str, Any]:
+    origin = catalog.origins[kind, info.name]
+    return {
+        "name": info.name,
+        "summary": info.summary,
+        "distribution": origin.distribution,
+        "version": origin.version,
+        "entry_point": origin.entry_point,
+        "api_version": info.api_version,
+        "usable": reason is None,
+        "why_not": reason,
+        "install_hint": info.install_hint,
+    }
