@@ -59,7 +59,7 @@ class RankRecord:
     label : str
         Leading word of the texts of `difference`.
     options : mapping of str to str, int, float or bool
-        The backend's shared options; floats finite. Kept as a copy.
+        The backend's shared options; floats finite. Kept as a copy, in order of name.
     members : tuple of int
         Ranks that take part, ascending.
     boot_id : str
@@ -91,7 +91,8 @@ class RankRecord:
     payload: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "options", dict(self.options))
+        ordered = sorted(self.options.items(), key=lambda item: str(item[0]))
+        object.__setattr__(self, "options", dict(ordered))
         object.__setattr__(self, "members", tuple(self.members))
         problem = _unacceptable(self)
         if problem:
