@@ -4,7 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/pyproject.toml)))
-TYPED := eplb_core $(wildcard plugins/*/src) $(wildcard examples/*)
+EXAMPLES := $(patsubst %/,%,$(wildcard examples/*/))
+# An example is a folder of scripts, or a whole distribution with src/.
+TYPED := eplb_core $(wildcard plugins/*/src) \
+	$(foreach example,$(EXAMPLES),$(firstword $(wildcard $(example)/src) $(example)))
 PYTEST := -m pytest
 
 .PHONY: demo test soak lint pytest pytest-optimized wheels clean
