@@ -319,12 +319,14 @@ def _mark_aliases(
 def _refuse_shared_landing(views: list[list[torch.Tensor]], layout: Layout) -> None:
     """Landing memory of tensors that move must be disjoint, and no live weight."""
     lands = {int(index) for geometry in layout.geometries for index in geometry.moving}
-    spans = [
-        span
-        for layer, geometry in enumerate(layout.geometries)
-        for index in geometry.moving.tolist()
-        for span in spans_of(layout.rows[layer][index], layer, index)
-    ]
+    spans = []
+    if views[0][0].device == layout.device:  # addresses of two devices may be equal and mean nothing
+        spans += [
+            span
+            for layer, geometry in enumerate(layout.geometries)
+            for index in geometry.moving.tolist()
+            for span in spans_of(layout.rows[layer][index], layer, index)
+        ]
     spans += [
         span
         for slot, slot_views in enumerate(views)

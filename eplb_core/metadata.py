@@ -40,6 +40,8 @@ MAX_PAYLOAD_NBYTES = 1 << 20
 """Most bytes of a backend's `LocalMetadata.payload`."""
 MAX_RECORD_NBYTES = MAX_PAYLOAD_NBYTES + (1 << 20)
 """Most bytes of an encoded `RankRecord`: the limit to give to `unseal`."""
+BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+"""Where Linux offers one."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ def read_boot_id() -> str:
     name.
     """
     try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot_id = BOOT_ID_FILE.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
         boot_id = ""
     return boot_id or f"host {socket.gethostname()}"

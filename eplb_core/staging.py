@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -29,16 +30,23 @@ class _Lease:
 class TorchStaging:
     """Landing and send buffers from torch's allocators, which keep their own pools of device and of pinned memory.
 
-    Host memory is pinned when the weights are on a CUDA device, so that copies to and from it can be asynchronous.
+    Host memory is pinned when the weights are on a CUDA device, or on another accelerator for which torch can pin, so
+    that copies to and from it can be asynchronous.
 
     Parameters
     ----------
     device : torch.device
         Where the weights lie.
+
+    Attributes
+    ----------
+    pins_host_memory : bool
+        Is host memory pinned?
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.pins_host_memory = _can_pin(device)
         self._lock = threading.Lock()  # the worker and the engine's thread both release
         self._nbytes_in_use = 0
         self._nbytes_peak = 0
@@ -74,11 +82,11 @@ class TorchStaging:
         try:
             # Outside of inference mode, whatever the host builds in: a block made there could not be written later.
             with torch.inference_mode(mode=False):
-                if host and self.device.type == "cuda":
-                    with torch.cuda.device(self.device):  # else pinning sets up a context on device 0 too
-                        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-                else:
-                    data = torch.empty(nbytes, dtype=torch.uint8, device="cpu" if host else self.device)
+                data = (
+                    _pinned(nbytes, self.device)
+                    if host and self.pins_host_memory
+                    else _plain(nbytes, device if host else self.device)
+                )
         except RuntimeError as error:
             held = self.stats()
             problem = (
@@ -131,3 +139,26 @@ class TorchStaging:
     def _forget_completed(self) -> None:
         with self._lock:
             self._guarded = [(data, event) for data, event in self._guarded if not event.query()]
+
+
+def _can_pin(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return True  # where that fails it is an error of allocate, never a reason to go on unpinned
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return False
+    try:
+        torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError:  # torch's word for an accelerator that offers no pinned memory
+        return False
+    return True
+
+
+def _pinned(nbytes: int, device: torch.device) -> torch.Tensor:
+    # On CUDA pinning sets up a context on the current device, which may be another one than the weights'.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def _plain(nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)

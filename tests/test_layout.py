@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import pickle
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +17,23 @@ from hypothesis import strategies as st
 from eplb_core.errors import ConfigError, MetadataError
 from eplb_core.layout import LayoutRecord, build_layout, check_landing
 
+SUPPORT = Path(__file__).parent / "support"
+if str(SUPPORT) not in sys.path:
+    sys.path.insert(0, str(SUPPORT))
+
+import fake_device  # noqa: E402
+
 FLOATS = ["float64", "float32", "bfloat16", "float16", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"]
 FLOATS += ["float8_e4m3fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"]
 INTEGERS = ["int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"]
 DTYPES = [getattr(torch, name) for name in FLOATS + INTEGERS if hasattr(torch, name)]
+
+
+@pytest.fixture
+def device():
+    yield fake_device.require()
+    if fake_device.why_not() is None:
+        fake_device.reset()
 
 
 def filled(shape, dtype):
@@ -564,3 +579,35 @@ def test_landing_of_a_tensor_that_never_moves_may_be_shared():
     assert len(check_landing([[buffer, buffer]], layout)[0]) == 2
     apart = build_layout([[torch.zeros(4, 2), torch.zeros(4, 2)]])
     assert "shares memory" in landing_refusal([[buffer, buffer]], apart)
+
+
+# --- on a device ------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_device_tensors_are_views_of_device_memory(device):
+    weight = torch.zeros(4, 3, 5, device=device).transpose(1, 2)
+    layout = build_layout([[weight, torch.zeros(4, dtype=torch.bfloat16, device=device)]])
+    assert layout.device == layout.rows[0][0].device == device
+    layout.rows[0][0][2].fill_(255)
+    assert weight.cpu().isnan().sum(dim=(1, 2)).tolist() == [0, 0, 15, 0]
+
+
+def test_tensors_on_different_devices_are_refused_naming_both(device):
+    with pytest.raises(MetadataError, match=r"layer 1 '0' .* it is on eplbdev:1, layer 0 '0' on eplbdev:0"):
+        build_layout([[torch.zeros(2, device=device)], [torch.zeros(2, device=f"{device.type}:1")]])
+    with pytest.raises(MetadataError, match=r"layer 0 '1' .* it is on cpu, layer 0 '0' on eplbdev:0"):
+        build_layout([[torch.zeros(2, device=device), torch.zeros(2)]])
+
+
+def test_landing_may_lie_with_the_weights_or_on_the_host_but_all_of_it_in_one_place(device):
+    layout = build_layout([[torch.zeros(2, 4, device=device), torch.zeros(2, device=device)]])
+    here = [torch.zeros(2, 4, device=device), torch.zeros(2, device=device)]
+    host = [torch.zeros(2, 4), torch.zeros(2)]
+    assert check_landing([here], layout)[0][0].device == device
+    assert check_landing([host], layout)[0][0].device == torch.device("cpu")
+    with pytest.raises(
+        Exception, match="landing slot 1 tensor 0 does not fit: it is on cpu, landing slot 0 tensor 0 on"
+    ):
+        check_landing([here, host], layout)
+    with pytest.raises(ConfigError, match="it is on eplbdev:1, the weights are on eplbdev:0"):
+        check_landing([[torch.zeros(2, 4, device=f"{device.type}:1"), here[1]]], layout)

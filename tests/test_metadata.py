@@ -6,6 +6,7 @@ import base64
 import json
 import pickle
 import re
+import socket
 import struct
 import time
 import zlib
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import eplb_core
+from eplb_core import metadata
 from eplb_core.envelope import OVERHEAD_NBYTES
 from eplb_core.errors import MetadataError, PlanError
 from eplb_core.layout import build_layout
@@ -756,3 +758,14 @@ def test_nodes_are_numbered_by_boot_id_in_order_of_first_appearance():
 def test_the_boot_id_is_the_kernels_and_the_same_at_every_call():
     assert re.fullmatch(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", read_boot_id())
     assert read_boot_id() == read_boot_id()
+
+
+def test_where_the_kernel_offers_no_boot_id_the_hosts_name_stands_for_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(metadata, "BOOT_ID_FILE", tmp_path / "missing")
+    assert read_boot_id() == f"host {socket.gethostname()}"
+    monkeypatch.setattr(metadata, "BOOT_ID_FILE", tmp_path)
+    assert read_boot_id() == f"host {socket.gethostname()}"
+    empty = tmp_path / "empty"
+    empty.touch()
+    monkeypatch.setattr(metadata, "BOOT_ID_FILE", empty)
+    assert read_boot_id() == f"host {socket.gethostname()}"
