@@ -1,0 +1,292 @@
+"""How one layer's moves travel: one canonical order, cut into messages and batches, each row with its landing place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_core.chains import frozen
+from eplb_core.layout import ALIGNMENT, LayerGeometry
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class MoveColumns:
+    """Rows that cross ranks in one layer, as read-only columns of equal length [num_moves], int64.
+
+    Ordered by (layer, src, dst, tensor, source row), which both ends of a move share.
+
+    Parameters
+    ----------
+    peer : IntArray
+        The other rank.
+    tensor : IntArray
+        Index of the tensor within its layer.
+    row : IntArray
+        Row on this rank: the source row of a send, the destination row of a receive.
+    peer_row : IntArray
+        Row on the peer: the destination row of a send, the source row of a receive.
+    nbytes : IntArray
+        Bytes of the row.
+    landing_offset : IntArray
+        Where the row lands, in bytes from the start of the **receiver's** slot.
+    message : IntArray
+        Number of the message within its (source, destination) pair; rows with one number travel together, and are
+        contiguous in landing memory in this order.
+    batch : IntArray
+        Number of the batch, for backends that declare ``batched``; 0 for all others.
+    """
+
+    peer: IntArray
+    tensor: IntArray
+    row: IntArray
+    peer_row: IntArray
+    nbytes: IntArray
+    landing_offset: IntArray
+    message: IntArray
+    batch: IntArray
+
+    def __len__(self) -> int:
+        return len(self.peer)
+
+
+@dataclass(frozen=True, eq=False)
+class TransferPlan:
+    """One layer's moves for one rank: what ``transfer`` is given.
+
+    Parameters
+    ----------
+    generation : int
+        Number of the rearrangement, rising within an epoch.
+    sequence : int
+        Rises by one with every `transfer` of an epoch, the same on every rank.
+    layer : int
+        Index of the MoE layer.
+    slot : int
+        Landing slot, 0 to ``staging_layers - 1``. The layer that was last in it is decided everywhere and its copies
+        on this rank are done, so its landing and send leases are free.
+    sends, receives : MoveColumns
+        This rank's share; both may be empty.
+    num_batches : int
+        Batches of the whole layer over all ranks (0 when nothing moves).
+    """
+
+    generation: int
+    sequence: int
+    layer: int
+    slot: int
+    sends: MoveColumns
+    receives: MoveColumns
+    num_batches: int = 1
+
+
+class LayerMoves(NamedTuple):
+    """Experts that cross ranks in one layer, int64 columns ``[num_moves]`` ordered by (src, dst, source row)."""
+
+    src: IntArray
+    dst: IntArray
+    src_row: IntArray
+    dst_row: IntArray
+
+
+class Pairs(NamedTuple):
+    """The (source, destination) pairs of a layer, ordered by both: where each one's moves start, how many they are."""
+
+    src: IntArray
+    dst: IntArray
+    start: IntArray
+    size: IntArray
+
+
+class _Rows(NamedTuple):
+    """Tensor rows of some pairs, int64 columns ordered by (src, dst, tensor, source row)."""
+
+    pair: IntArray  # index into the pairs they were made of
+    place: IntArray  # 0 to n-1 within the pair
+    move: IntArray  # index into the layer's moves
+    tensor: IntArray
+    nbytes: IntArray
+
+
+def layer_share(
+    moves: LayerMoves,
+    rank: int,
+    geometry: LayerGeometry,
+    *,
+    landing_layout: Literal["rows", "packed_by_peer"],
+    coalesce_nbytes: int,
+    max_ops_per_batch: int | None,
+    one_peer_per_batch: bool,
+) -> tuple[MoveColumns, MoveColumns, int]:
+    """Return one rank's sends, its receives, and the number of batches of the whole layer.
+
+    Parameters
+    ----------
+    moves : LayerMoves
+        Of all ranks.
+    rank : int
+        Whose share.
+    geometry : LayerGeometry
+        Of the layer.
+    landing_layout : {"rows", "packed_by_peer"}
+        See `eplb_core.backend.Backend`.
+    coalesce_nbytes : int
+        Rows below it travel packed ("packed_by_peer").
+    max_ops_per_batch : int or None
+        None puts all into batch 0.
+    one_peer_per_batch : bool
+        At most one peer per rank and batch.
+
+    Returns
+    -------
+    sends, receives : MoveColumns
+        In canonical order.
+    num_batches : int
+        0 when nothing moves.
+    """
+    pairs = _pairs(moves)
+    num_tensors = len(geometry.moving)
+    num_batches = int(len(pairs.src) * num_tensors > 0)
+    mine = (pairs.src == rank) | (pairs.dst == rank)
+    if landing_layout == "packed_by_peer":
+        # What a source packs depends on all that it sends, and where a row lands on all that its receiver gets.
+        rows = _rows(pairs, geometry)
+        message, offset = _packed(moves, pairs, rows, geometry, coalesce_nbytes)
+        keep = mine[rows.pair]
+        rows = _Rows(*(column[keep] for column in rows))
+        message, offset = message[keep], offset[keep]
+    else:
+        own = Pairs(*(column[mine] for column in pairs))
+        rows = _rows(own, geometry)
+        message = rows.place
+        offset = geometry.offsets[rows.tensor] + moves.dst_row[rows.move] * rows.nbytes
+    batch = np.zeros_like(message)
+    if max_ops_per_batch is not None and num_batches:
+        of_row, num_batches = _batches(pairs, num_tensors, max_ops_per_batch, one_peer_per_batch)
+        batch = of_row[np.repeat(mine, pairs.size * num_tensors)]
+    src, dst = moves.src[rows.move], moves.dst[rows.move]
+    src_row, dst_row = moves.src_row[rows.move], moves.dst_row[rows.move]
+    columns = (rows.tensor, src_row, dst_row, rows.nbytes, offset, message, batch)
+    return _columns(dst, columns, src == rank), _columns(src, columns, dst == rank, swapped=True), num_batches
+
+
+def _pairs(moves: LayerMoves) -> Pairs:
+    changes = np.ones(len(moves.src), bool)
+    changes[1:] = (moves.src[1:] != moves.src[:-1]) | (moves.dst[1:] != moves.dst[:-1])
+    start = np.flatnonzero(changes)
+    return Pairs(moves.src[start], moves.dst[start], start, np.diff(start, append=len(moves.src)))
+
+
+def _rows(pairs: Pairs, geometry: LayerGeometry) -> _Rows:
+    num_tensors = len(geometry.moving)
+    num_rows = pairs.size * num_tensors
+    pair = np.repeat(np.arange(len(num_rows)), num_rows)
+    place = np.arange(len(pair)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
+    size = pairs.size[pair]
+    nth = place // size
+    tensor = geometry.moving[nth]
+    return _Rows(pair, place, pairs.start[pair] + place - nth * size, tensor, geometry.nbytes[tensor])
+
+
+def _packed(
+    moves: LayerMoves, pairs: Pairs, rows: _Rows, geometry: LayerGeometry, coalesce_nbytes: int
+) -> tuple[IntArray, IntArray]:
+    """Return the message number and the landing offset of every row of a whole layer."""
+    if not len(rows.pair):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    # A source stages every distinct row once, whether it travels packed or alone. Packing a row again, for a further
+    # receiver, takes staging memory a second time: only while the slot has some left. All tensors of an expert go to
+    # the same ranks, so what is the first destination of one is the first of all.
+    first = np.zeros(len(moves.src), bool)
+    distinct = moves.src * geometry.num_local_physical_experts + moves.src_row
+    first[np.unique(distinct, return_index=True)[1]] = True
+    nbytes_row = int(geometry.nbytes[geometry.moving].sum())
+    left = geometry.nbytes_rows - nbytes_row * np.bincount(moves.src[first], minlength=int(moves.src[-1]) + 1)
+    src = pairs.src[rows.pair]
+    small = rows.nbytes < coalesce_nbytes
+    again = small & ~first[rows.move]
+    repeated = _inclusive(np.where(again, rows.nbytes, 0), src)
+    packed = small & (~again | (repeated <= left[src]))
+
+    alone = ~packed
+    packed_nbytes = np.where(packed, rows.nbytes, 0)
+    alone_nbytes = np.where(alone, _aligned(rows.nbytes), 0)
+    begins = np.flatnonzero(rows.place == 0)
+    packed_total = np.add.reduceat(packed_nbytes, begins)
+    number = _inclusive(alone.astype(np.int64), rows.pair) - 1 + (packed_total > 0)[rows.pair]
+    message = np.where(packed, 0, number)
+
+    packed_end = _aligned(packed_total)
+    pair_nbytes = packed_end + np.add.reduceat(alone_nbytes, begins)
+    by_receiver = np.argsort(pairs.dst, kind="stable")
+    pair_offset = np.empty_like(pair_nbytes)
+    pair_offset[by_receiver] = _inclusive(pair_nbytes[by_receiver], pairs.dst[by_receiver]) - pair_nbytes[by_receiver]
+    within_packed = _inclusive(packed_nbytes, rows.pair) - packed_nbytes
+    within_alone = packed_end[rows.pair] + _inclusive(alone_nbytes, rows.pair) - alone_nbytes
+    return message, pair_offset[rows.pair] + np.where(packed, within_packed, within_alone)
+
+
+def _batches(pairs: Pairs, num_tensors: int, limit: int, one_peer: bool) -> tuple[IntArray, int]:
+    """Return the batch of every row of a layer, and how many batches there are.
+
+    A row goes into the first batch with room at both its ends. Rows of a pair follow one another and have the same
+    ends, so they fill batch after batch: the loop is over (pair, batch). A set of batches is the bits of one integer;
+    keys are plain integers too, for thousands of small containers would wake the garbage collector.
+    """
+    full: dict[int, int] = defaultdict(int)  # by rank: batches without room
+    taken: dict[int, int] = defaultdict(int)  # by rank: batches in which it has a peer
+    shared: dict[int, int] = defaultdict(int)  # by pair of ranks: batches in which they have each other
+    load: dict[int, int] = defaultdict(int)  # by batch and rank: operations
+    world = 1 + int(max(pairs.src.max(), pairs.dst.max()))
+    batches: list[int] = []
+    counts: list[int] = []
+    for src, dst, size in zip(pairs.src.tolist(), pairs.dst.tolist(), (pairs.size * num_tensors).tolist(), strict=True):
+        ends = min(src, dst) * world + max(src, dst)
+        rest = size
+        while rest:
+            closed = full[src] | full[dst]
+            if one_peer:
+                closed |= (taken[src] | taken[dst]) & ~shared[ends]
+            bit = ~closed & (closed + 1)  # the lowest batch that is not closed
+            batch = bit.bit_length() - 1
+            at_src, at_dst = batch * world + src, batch * world + dst
+            count = min(rest, limit - max(load[at_src], load[at_dst]))
+            rest -= count
+            load[at_src] += count
+            load[at_dst] += count
+            if load[at_src] == limit:
+                full[src] |= bit
+            if load[at_dst] == limit:
+                full[dst] |= bit
+            if one_peer:
+                taken[src] |= bit
+                taken[dst] |= bit
+                shared[ends] |= bit
+            batches.append(batch)
+            counts.append(count)
+    return np.repeat(np.array(batches, np.int64), counts), max(batches) + 1
+
+
+def _columns(
+    peer: IntArray, columns: tuple[IntArray, ...], keep: npt.NDArray[np.bool_], *, swapped: bool = False
+) -> MoveColumns:
+    tensor, src_row, dst_row, *others = (frozen(column[keep]) for column in columns)
+    row, peer_row = (dst_row, src_row) if swapped else (src_row, dst_row)
+    return MoveColumns(frozen(peer[keep]), tensor, row, peer_row, *others)
+
+
+def _inclusive(values: IntArray, group: IntArray) -> IntArray:
+    """Return the cumulative sum, started anew where the group changes."""
+    total = np.cumsum(values)
+    begins = np.flatnonzero(np.diff(group, prepend=-1))
+    before = total[begins] - values[begins]
+    return total - np.repeat(before, np.diff(begins, append=len(values)))
+
+
+def _aligned(nbytes: IntArray) -> IntArray:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
