@@ -175,7 +175,7 @@ class StagingAllocator(Protocol):
     """
 
     def allocate(self, nbytes: int, device: torch.device) -> StagingBlock:
-        """Return a block of at least `nbytes` on `device`; a CPU device asks for host memory fit for the weights' device."""
+        """Return a block of at least `nbytes` on `device`; CPU means host memory fit for the weights' device."""
         ...
 
     def release(self, block: StagingBlock, event: object | None = None) -> None:
@@ -250,10 +250,10 @@ class Buffers:
         ``[staging_layers]``, each uint8 ``[nbytes]`` on `landing_device`; the ``landing_offset`` of a receive counts
         from its start. With a host's own ``landing=`` see `landing_rows`.
     landing_rows : list of list of torch.Tensor or None
-        ``[staging_layers][num_tensors]``, each uint8 ``[num_local_physical_experts, nbytes_per_expert]``: the host's own
-        landing memory, where it gave some ("rows" layout only); `landing` is then empty.
+        ``[staging_layers][num_tensors]``, each uint8 ``[num_local_physical_experts, nbytes_per_expert]``: the host's
+        own landing memory, where it gave some ("rows" layout only); `landing` is then empty.
     send_nbytes : int
-        Most bytes that the distinct rows of one layer take, the size of one send staging slot where a backend needs one.
+        Most bytes that the distinct rows of one layer take: the size of a send staging slot, where one is needed.
     """
 
     rows: list[list[torch.Tensor]]
@@ -364,7 +364,7 @@ class Backend(Protocol):
         ...
 
     def connected(self) -> bool:
-        """Are the connections that `exchange_metadata` began usable? The core pumps `progress` on all ranks until they are."""
+        """Are the connections that `exchange_metadata` began usable? `progress` is pumped until they are."""
         ...
 
     def close(self, force: bool = False) -> bool | None:

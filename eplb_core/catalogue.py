@@ -170,7 +170,7 @@ _add(
     "EPLB-D001",
     "Plugin {entry_point!r} of {distribution} {version} was skipped: {reason}.",
     meaning="An installed plugin could not be loaded. Everything else goes on without it.",
-    when="In discover(); raised only with EPLB_STRICT=1, or as the cause when the plugin's backend is asked for by name.",
+    when="In discover(); raised with EPLB_STRICT=1, or as the cause when the plugin's backend is asked for by name.",
     situations=[
         "the plugin's module raises while it is imported",
         "a hook is misspelt, lacks @hookimpl, or takes an argument the contract does not offer",

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -105,7 +105,7 @@ class Communicator:
         self._ledger.epoch = epoch
         self._session = Session(self._assembly, control, epoch, members, device_group, self._host_landing)
 
-    # --- what it is ----------------------------------------------------------------------------------------------------
+    # --- what it is --------------------------------------------------------------------------------------------------
 
     @property
     def backend(self) -> str:
@@ -127,7 +127,7 @@ class Communicator:
         """What holds now, and what the last rearrangement did."""
         return self._ledger.report()
 
-    # --- rearranging ---------------------------------------------------------------------------------------------------
+    # --- rearranging -------------------------------------------------------------------------------------------------
 
     def connect(self, timeout_s: float | None = None) -> None:
         """Connect to every member now instead of at the first rearrangement; collective.
@@ -263,7 +263,7 @@ class Communicator:
         session = self._session
         where = f"generation {session.generation}, phase agree"
         vote = session.vote("agree", where)
-        session.vote_at_hand = vote
+        session.attend(vote)
         try:
             if refusal is None:
                 refusal = self._compare_maps(vote, old, new)
@@ -322,7 +322,7 @@ class Communicator:
         self._ledger.poison(error, where)
         raise error from gone
 
-    # --- after a failure -----------------------------------------------------------------------------------------------
+    # --- after a failure ---------------------------------------------------------------------------------------------
 
     def rebuild(
         self,
@@ -413,7 +413,7 @@ class Communicator:
         self._quarantine.append(session)
         self._ledger.quarantined_nbytes += session.landing.nbytes
 
-    # --- the end -------------------------------------------------------------------------------------------------------
+    # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, force: bool = False) -> None:
         """Release everything. Without `force`, the rank that hosts the store stays until all have said goodbye.
@@ -530,7 +530,7 @@ def _check_options(info: BackendInfo, options: Mapping[str, Any] | BaseModel | N
             raise ConfigError("EPLB-C008", backend=info.name, problem="it takes no options")
         return None
     if isinstance(options, model):
-        return options  # type: ignore[return-value]
+        return cast("BaseModel", options)
     if isinstance(options, BaseModel):
         problem = f"expected {model.__name__}, got {type(options).__name__}"
         raise ConfigError("EPLB-C008", backend=info.name, problem=problem)

@@ -50,7 +50,8 @@ class StoreClient:
 
     def set(self, key: str, value: bytes) -> None:
         """Store a value. A lost store shows at the next operation that reads."""
-        self._call(lambda: self._store.set(key, value))
+        # torch's stub asks for str, the binding takes bytes; here and below
+        self._call(lambda: self._store.set(key, value))  # type: ignore[arg-type]
 
     def read(self, key: str) -> bytes | None:
         """Return the value of a key, or None while there is none."""
@@ -73,23 +74,7 @@ class StoreClient:
 
         (On a missing key a non-empty expectation comes back as if it had been stored.)
         """
-        # torch's stub asks for str, the binding takes bytes
         return self._call(lambda: bytes(self._store.compare_set(key, "", value)))  # type: ignore[arg-type]
-
-    def await_key(self, key: str, timeout_s: float) -> bool:
-        """Block until a key exists, at most `timeout_s`; False when it still does not."""
-        import torch.distributed as dist
-
-        def wait() -> bool:
-            try:
-                self._store.wait([key], timedelta(seconds=timeout_s))
-            except dist.DistStoreError as error:
-                if "timeout" not in str(error):
-                    raise
-                return False
-            return True
-
-        return self._call(wait)
 
     def delete(self, *keys: str) -> None:
         """Delete keys; missing ones are no error."""

@@ -162,6 +162,6 @@ def _rebuild(
 ) -> EplbError:
     error = cls(code, *values, detail=detail, **fields)
     error.report = report
-    for note in notes:
-        error.add_note(note)
+    if notes:
+        error.__dict__["__notes__"] = notes  # as `add_note` keeps them, on a Python that has it
     return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,6 +14,8 @@ from eplb_core.errors import DiscoveryError, TransferError
 
 if TYPE_CHECKING:
     from eplb_core.plan import TransferPlan
+
+logger = logging.getLogger("eplb_core")
 
 MAX_PAYLOAD_NBYTES = 1 << 20
 _HOOKS = ("register_buffers", "exchange_metadata", "transfer", "wait")
@@ -73,7 +76,8 @@ class BackendHooks:
     def register_buffers(self, buffers: Buffers) -> LocalMetadata:
         """See `BackendSpec.register_buffers`."""
         local = self._typed("register_buffers", self._hook.register_buffers(buffers=buffers), LocalMetadata)
-        if not isinstance(local.payload, bytes) or len(local.payload) > MAX_PAYLOAD_NBYTES:
+        payload: object = local.payload
+        if not isinstance(payload, bytes) or len(payload) > MAX_PAYLOAD_NBYTES:
             raise DiscoveryError(
                 "EPLB-D003",
                 backend=self._backend_name,
@@ -106,6 +110,14 @@ class BackendHooks:
                     )
                 evidence[name] = answer
         return evidence
+
+    def tell(self, event: Event) -> None:
+        """Tell every observer of something that is done; one that raises is logged, for nothing can be undone."""
+        for name, function in self._observers:
+            try:
+                function(event)
+            except Exception:
+                logger.exception("observer %r raised at %s of layer %s", name, event.kind, event.layer)
 
     def _typed(self, hook: str, value: object, kind: type[T]) -> T:
         if value is None or not isinstance(value, kind):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from eplb_core.backend import Event
 from eplb_core.control import StoreGone
-from eplb_core.errors import CommitError, EplbError, PlanError, StoreLostError, error_for
+from eplb_core.errors import CommitError, PlanError, StoreLostError, error_for
 from eplb_core.landing import CommitCopies, commit_copies
 from eplb_core.streams import Streams
 from eplb_core.vote import Ballot, Decision, Vote
@@ -36,6 +36,12 @@ class StagedLayer:
     handle: object = None
     failure: Exception | None = None
     landed: bool = False
+    phase: str = "transfer"
+
+    @property
+    def where(self) -> str:
+        """Where it is, for texts."""
+        return f"layer {self.number}, phase {self.phase}"
 
 
 class Generation:
@@ -68,7 +74,7 @@ class Generation:
         self._uncommitted: dict[int, StagedLayer] = {}
         self._votes: list[Vote] = []
 
-    # --- the host's calls ----------------------------------------------------------------------------------------------
+    # --- the host's calls --------------------------------------------------------------------------------------------
 
     def stage(self, layer: int) -> None:
         """Bring one layer's rows into landing memory on every rank and decide about it; blocks.
@@ -152,7 +158,7 @@ class Generation:
                 self._commit(before)
             self.end()
 
-    # --- steps of a layer ----------------------------------------------------------------------------------------------
+    # --- steps of a layer --------------------------------------------------------------------------------------------
 
     def _check_stage(self, layer: int) -> None:
         self._ledger.check_usable()
@@ -213,18 +219,18 @@ class Generation:
 
     def _land(self, staged: StagedLayer) -> None:
         """Wait for a layer's rows and cast the ballot."""
-        session, where = self._session, f"layer {staged.number}, phase wait"
-        session.vote_at_hand = staged.vote
-        with self._guard(staged, where):
+        session = self._session
+        session.attend(staged.vote)
+        with self._guard(staged):
             if staged.failure is not None:
-                where = f"layer {staged.number}, phase transfer"
-                raise _At(where, staged.failure)
+                raise staged.failure
+            staged.phase = "wait"
             with self._ledger.phase("wait"):
                 receipt = session.hooks.wait(staged.handle, session.timeout_s)
             staged.landed = True
+            staged.phase = "vote"
             self._ledger.count_bytes(receipt.nbytes_received, receipt.nbytes_sent, staged.copies.nbytes_local)
             with self._ledger.phase("vote"):
-                where = f"layer {staged.number}, phase vote"
                 evidence: Mapping[str, bytes] = {}
                 if session.hooks.observed:
                     evidence = session.hooks.observe(self._event("vote", staged.number))
@@ -232,7 +238,7 @@ class Generation:
 
     def _decide(self, staged: StagedLayer) -> None:
         """Wait for a layer's decision and obey it."""
-        with self._guard(staged, f"layer {staged.number}, phase vote"), self._ledger.phase("vote"):
+        with self._guard(staged), self._ledger.phase("vote"):
             decision = self._session.decide(staged.vote)
         if not decision.commit:
             self._abandon(staged.number, decision, None)
@@ -254,8 +260,7 @@ class Generation:
                 self._ledger.poison(dead, f"layer {staged.number}, phase commit")
                 raise dead from error
             del self._uncommitted[staged.number]
-            if session.hooks.observed:
-                session.hooks.observe(self._event("commit", staged.number))
+            session.hooks.tell(self._event("commit", staged.number))
 
     def _tally(self, staged: StagedLayer, ballots: Mapping[int, Ballot]) -> Decision:
         session = self._session
@@ -271,28 +276,23 @@ class Generation:
                 return Decision(False, session.rank, named, fatal)
         return session.tally(ballots)
 
-    # --- failures ------------------------------------------------------------------------------------------------------
+    # --- failures ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _guard(self, staged: StagedLayer, where: str) -> Iterator[None]:
+    def _guard(self, staged: StagedLayer) -> Iterator[None]:
         """Turn whatever a step raises into the abort of its layer on every rank."""
         try:
             yield
         except StoreGone as gone:
-            self._store_lost(gone, where)
-        except EplbError as error:
-            self._fail(staged, error, where)
-        except _At as at:
-            self._fail(staged, at.error, at.where)
+            self._store_lost(gone, staged.where)
         except Exception as error:
-            self._fail(staged, error, where)
+            self._fail(staged, error, staged.where)
         except BaseException as interrupt:  # Ctrl-C: the members must not wait for this rank
-            error = error_for("EPLB-T007", rank=self._session.rank, where=where, reason=type(interrupt).__name__)
-            self._ledger.poison(error, where)
-            try:
-                staged.vote.abort(error, fatal=True)
-            except StoreGone:
-                interrupt.add_note("eplb: the store is lost too; the other ranks find out by their own limits")
+            reason = type(interrupt).__name__
+            stopped = error_for("EPLB-T007", rank=self._session.rank, where=staged.where, reason=reason)
+            self._ledger.poison(stopped, staged.where, undrained=not self._drain(reason))
+            with suppress(StoreGone):  # then the others find out for themselves
+                staged.vote.abort(stopped, fatal=True)
             raise
 
     def _fail(self, staged: StagedLayer, error: Exception, where: str) -> NoReturn:
@@ -321,8 +321,7 @@ class Generation:
             self._ledger.poison(error, where, undrained=not drained)
         self._session.forget_later(self._votes)
         self._ledger.ended(self)
-        if session.hooks.observed:
-            session.hooks.observe(self._event("abort", layer, ok=False, reason=reason))
+        session.hooks.tell(self._event("abort", layer, ok=False, reason=reason))
         raise error from cause
 
     def _drain(self, reason: str) -> bool:
@@ -341,7 +340,7 @@ class Generation:
     def _all_drained(self, layer: int, drained: bool) -> bool:
         vote = self._session.vote(f"{layer}/drain", f"layer {layer}, phase drain")
         self._votes.append(vote)
-        self._session.vote_at_hand = vote
+        self._session.attend(vote)
         vote.cast(Ballot(drained), self._session.tally)
         limit_s = min(_DRAIN_LIMIT_S, self._session.timeout_s)
         return self._session.decide(vote, pump=True, timeout_s=limit_s).commit
@@ -362,12 +361,3 @@ class Generation:
     def _event(self, kind: Any, layer: int, ok: bool = True, reason: str = "", evidence: Any = None) -> Event:
         session = self._session
         return Event(kind, session.assembly.name, session.epoch, session.generation, layer, ok, reason, evidence or {})
-
-
-class _At(Exception):
-    """Carries an error together with the step it belongs to."""
-
-    def __init__(self, where: str, error: Exception) -> None:
-        super().__init__(where)
-        self.where = where
-        self.error = error

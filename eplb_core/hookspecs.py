@@ -149,8 +149,8 @@ class BackendSpec:
         local : LocalMetadata
             What this rank's `register_buffers` returned.
         peers : sequence of PeerMetadata
-            The members to connect to: those that the plan names, or every other one at ``Communicator.connect``. A later
-            call names only new ones; a call may name none.
+            The members to connect to: those that the plan names, or every other one at ``Communicator.connect``. A
+            later call names only new ones; a call may name none.
 
         Returns
         -------
@@ -280,7 +280,8 @@ class BackendSpec:
         Raises
         ------
         EplbError
-            In "agree", "vote" and "tally": the layer is then aborted on every rank with this reason.
+            In "agree", "vote" and "tally": the layer is then aborted on every rank with this reason. In "commit" and
+            "abort" nothing can be undone; an exception there is logged.
 
         Notes
         -----

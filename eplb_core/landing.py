@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -140,7 +141,7 @@ def commit_copies(
     pairs = plan.copies.tolist()
     bounds = [*plan.level_starts.tolist(), len(pairs)] if len(pairs) else []
     bounds = sorted(set(bounds))
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         level = pairs[start:end]
         steps.append(
             (

@@ -59,7 +59,7 @@ class Ledger:
         self.open: Generation | None = None
         self._reset_counts()
 
-    # --- a generation's life -------------------------------------------------------------------------------------------
+    # --- a generation's life -----------------------------------------------------------------------------------------
 
     def entered(self, epoch: int, generation: int) -> None:
         """A generation begins: its number rises at entry, whatever comes of it."""
@@ -108,7 +108,7 @@ class Ledger:
         self.slot_events = {}
         self.history = {}
 
-    # --- may it be used? -----------------------------------------------------------------------------------------------
+    # --- may it be used? ---------------------------------------------------------------------------------------------
 
     def poison(
         self,
@@ -157,7 +157,7 @@ class Ledger:
             remedy = "Call rebuild(timeout_s, ranks=...) on all survivors, or close(force=True)."
             raise PoisonedError("EPLB-T004", name=self._name, where=where, reason=error, detail=remedy) from error
 
-    # --- counts --------------------------------------------------------------------------------------------------------
+    # --- counts ------------------------------------------------------------------------------------------------------
 
     def row_views(self, layer: int) -> list[list[torch.Tensor]]:
         """Return the live rows of a layer, ``[num_tensors][num_local_physical_experts]``, made once."""

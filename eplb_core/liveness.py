@@ -6,6 +6,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from eplb_core.errors import EplbError, MetadataError, error_for
 from eplb_core.metadata import seal, unseal
@@ -124,10 +125,8 @@ class Ring:
         """Close both connections; without a goodbye the neighbours take this rank for dead."""
         for _, connection in self._sockets.values():
             if goodbye:
-                try:
+                with suppress(OSError):  # the neighbour is gone already
                     connection.send(_GOODBYE)
-                except OSError:  # the neighbour is gone already
-                    pass
             connection.close()
         self._sockets.clear()
         if self._listener is not None:

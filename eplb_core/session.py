@@ -128,7 +128,7 @@ class Session:
         self.generation = 0
         self.nodes: tuple[int, ...] | None = None
         self.connected = False
-        self.vote_at_hand: Vote | None = None
+        self._at_hand: Vote | None = None
         self._linked = np.zeros((control.world_size, control.world_size), dtype=bool)
         self._looked_at_s = 0.0
         self._cancel_reason: str | None = None
@@ -185,7 +185,7 @@ class Session:
         )
         self.local: LocalMetadata = self.hooks.register_buffers(buffers)
 
-    # --- votes ---------------------------------------------------------------------------------------------------------
+    # --- votes -------------------------------------------------------------------------------------------------------
 
     def vote(self, topic: str, where: str, generation: int | None = None) -> Vote:
         """Make the vote on a topic of a generation (the current one by default)."""
@@ -199,6 +199,12 @@ class Session:
             topic=topic,
             where=where,
         )
+
+    def attend(self, vote: Vote) -> None:
+        """Make a vote the one whose abort cancels the backend's loops."""
+        self._at_hand = vote
+        self._cancel_reason = None
+        self._looked_at_s = 0.0
 
     def decide(self, vote: Vote, *, pump: bool | None = None, timeout_s: float | None = None) -> Decision:
         """Wait for a vote's decision, at most `timeout_s`, watching the neighbours and moving the backend on."""
@@ -252,10 +258,10 @@ class Session:
             dead = self._ring.poll() if self._ring else None
             if dead is not None:
                 self._cancel_reason = f"rank {dead} is gone"
-            elif self.vote_at_hand is not None:
-                decision = self.vote_at_hand.poll()
+            elif self._at_hand is not None:
+                decision = self._at_hand.poll()
                 if decision is not None and not decision.commit:
-                    self._cancel_reason = f"rank {decision.by} aborted {self.vote_at_hand.where}: {decision.error}"
+                    self._cancel_reason = f"rank {decision.by} aborted {self._at_hand.where}: {decision.error}"
         except StoreGone as gone:
             self._cancel_reason = f"the store is lost: {gone}"
         return self._cancel_reason
@@ -302,7 +308,7 @@ class Session:
             texts.append(text)
         return ", ".join(texts) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
 
-    # --- connect -------------------------------------------------------------------------------------------------------
+    # --- connect -----------------------------------------------------------------------------------------------------
 
     def connect(self, timeout_s: float) -> None:
         """Compare the records of all members and close the ring; collective.
@@ -440,7 +446,7 @@ class Session:
         if not len(pairs) or bool(self._linked[pairs[:, 0], pairs[:, 1]].all()):
             return
         vote = self.vote("link", f"generation {self.generation}, phase connect")
-        self.vote_at_hand = vote
+        self.attend(vote)
         new = [peer for peer in peers if not self._linked[min(peer, self.rank), max(peer, self.rank)]]
         deadline = Deadline(timeout_s)
         try:
@@ -519,7 +525,7 @@ class Session:
         rank, theirs = json.loads(body)
         return int(rank), dict(theirs)
 
-    # --- keys and the end ----------------------------------------------------------------------------------------------
+    # --- keys and the end --------------------------------------------------------------------------------------------
 
     def forget_later(self, votes: Sequence[Vote], extra: Sequence[str] = ()) -> None:
         """Note the keys of a generation's votes; `forget` deletes them once nobody can read them any more."""
@@ -530,7 +536,7 @@ class Session:
             self._old_keys.extend(extra)
 
     def forget(self) -> None:
-        """Delete what was noted before this generation was agreed: every member has entered it, so knew all outcomes."""
+        """Delete what was noted before this generation was agreed: all have entered it, so all knew the outcomes."""
         keys, self._old_keys = self._old_keys, []
         self.client.delete(*keys)
 

@@ -154,12 +154,6 @@ class Vote:
                 self.decision = self._open_decision(value)
         return self.decision
 
-    def block(self, timeout_s: float) -> Decision | None:
-        """Wait for the decision inside the store, at most `timeout_s`; cheaper than polling, but moves nothing on."""
-        if self.decision is None and self._client.await_key(self.decision_key, timeout_s):
-            return self.poll()
-        return self.decision
-
     def ballots(self) -> dict[int, Ballot]:
         """Read the ballots that are there, by rank; a damaged one is an abort with that reason."""
         missing = self.missing()
@@ -180,7 +174,7 @@ class Vote:
         return [rank for rank in self._members if not self._client.exists(self._ballot_key(rank))]
 
     def keys_of(self, rank: int, *, shared: bool) -> list[str]:
-        """Return the keys that this rank wrote, with the shared ones if asked: what to delete once nobody reads them."""
+        """Return the keys that this rank wrote, with the shared ones if asked, to delete once nobody reads them."""
         return [self._ballot_key(rank)] + ([f"{self._prefix}/count", self.decision_key] if shared else [])
 
     def _put(self, decision: Decision) -> Decision:
@@ -235,7 +229,7 @@ def await_decision(
     deadline : Deadline
         When `on_timeout` is asked for the decision.
     pump : callable or None
-        The backend's ``progress``; with None the wait blocks inside the store, in slices.
+        The backend's ``progress``, if it needs it.
     look : callable
         Looks at liveness; may decide by putting an abort.
     half_way : callable
@@ -246,10 +240,15 @@ def await_decision(
     Returns
     -------
     Decision
+
+    Notes
+    -----
+    Polls with back-off, for every backend: torch's store prints two warnings for each blocking wait that runs out, and
+    a wait cut into slices, which it must be to look at the neighbours, runs out all the time.
     """
     pause_s, warned = 20e-6, False
     while True:
-        decision = vote.poll() if pump else vote.block(min(0.05, max(0.001, deadline.left_s)))
+        decision = vote.poll()
         if decision is None:
             decision = look(vote)
         if decision is not None:
@@ -261,8 +260,8 @@ def await_decision(
             half_way(vote, deadline.elapsed_s)
         if pump:
             pump()
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 1e-3)
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, 1e-3)
 
 
 def encode_error(error: EplbError) -> dict[str, Any]:
@@ -302,7 +301,7 @@ def _encode_ballot(ballot: Ballot) -> bytes:
 
 def _decode_ballot(body: bytes) -> Ballot:
     raw, _, evidence = body.partition(b"\n")
-    with _refusing("ballot"):
+    with _Refusing("ballot"):
         head = json.loads(raw)
         parts, start = {}, 0
         for name, size in head["evidence"].items():
@@ -325,13 +324,13 @@ def _encode_decision(decision: Decision) -> bytes:
 
 
 def _decode_decision(body: bytes) -> Decision:
-    with _refusing("decision"):
+    with _Refusing("decision"):
         data = json.loads(body)
         error = decode_error(data["error"]) if data["error"] else None
         return Decision(bool(data["commit"]), int(data["by"]), error, bool(data["fatal"]), dict(data["content"]))
 
 
-class _refusing:
+class _Refusing:
     """Turns whatever a malformed body causes into the typed refusal."""
 
     def __init__(self, kind: str) -> None:
