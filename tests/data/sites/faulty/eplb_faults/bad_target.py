@@ -1,0 +1,6 @@
+from eplb_core import API_VERSION, BackendInfo, hookimpl
+
+
+@hookimpl
+def eplb_register_backends():
+    return BackendInfo("bad_target", "faulty", API_VERSION, "eplb_faults.backend.Backend")

@@ -1,0 +1,5 @@
+class StopAll(BaseException):
+    pass
+
+
+raise StopAll("at once")

@@ -1,0 +1,1 @@
+import eplb_library_that_is_not_installed  # noqa: F401

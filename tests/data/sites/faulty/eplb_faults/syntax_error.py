@@ -1,0 +1,1 @@
+def eplb_register_backends(:

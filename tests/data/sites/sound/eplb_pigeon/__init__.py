@@ -1,0 +1,1 @@
+"""A backend that is sound in every respect."""
