@@ -130,6 +130,7 @@ class Session:
         self.connected = False
         self._at_hand: Vote | None = None
         self._linked = np.zeros((control.world_size, control.world_size), dtype=bool)
+        self._exchanged = False
         self._looked_at_s = 0.0
         self._cancel_reason: str | None = None
         self._ring: Ring | None = None
@@ -434,6 +435,9 @@ class Session:
     def link(self, pairs: np.ndarray, peers: Sequence[int], timeout_s: float) -> None:
         """Connect the backends of pairs that a plan names for the first time; collective when there is one.
 
+        The first call of an epoch exchanges in any case, so that no backend sees a transfer before its
+        ``exchange_metadata``.
+
         Parameters
         ----------
         pairs : ndarray, int64, [num_pairs, 2]
@@ -443,7 +447,7 @@ class Session:
         timeout_s : float
             Limit, seconds.
         """
-        if not len(pairs) or bool(self._linked[pairs[:, 0], pairs[:, 1]].all()):
+        if self._exchanged and bool(self._linked[pairs[:, 0], pairs[:, 1]].all()):
             return
         vote = self.vote("link", f"generation {self.generation}, phase connect")
         self.attend(vote)
@@ -477,6 +481,7 @@ class Session:
         if not decision.commit:
             raise _error_of(decision) or error_for("EPLB-T007", rank=decision.by, where=vote.where, reason="unknown")
         self._linked[pairs[:, 0], pairs[:, 1]] = True
+        self._exchanged = True
 
     def _pump_until_connected(self, deadline: Deadline, vote: Vote, peers: Sequence[int]) -> None:
         while not self._is_connected():

@@ -94,6 +94,8 @@ class Ranks:
         Passed on.
     env : Mapping[str, str] or None
         Set in the children before the function runs.
+    daemon : bool
+        Make them daemonic, which may start no processes of their own.
 
     Examples
     --------
@@ -105,7 +107,12 @@ class Ranks:
     """
 
     def __init__(
-        self, world_size: int, function: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        env: Mapping[str, str] | None = None,
+        daemon: bool = False,
     ) -> None:
         self.world_size = world_size
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -121,7 +128,7 @@ class Ranks:
                 target=_child,
                 args=(rank, world_size, self._store.port, theirs, function, args, dict(env or {})),
                 name=f"rank{rank}",
-                daemon=False,
+                daemon=daemon,
             )
             process.start()
             theirs.close()
