@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eplb_core.bench.tensors import ByteArray, TensorSpec, byte_rows
+from eplb_core.bench.specs import TensorSpec
+from eplb_core.bench.tensors import ByteArray, byte_rows
 from eplb_core.errors import BenchError
 
 # One expert a tensor, "model.layers.3.mlp.experts.17.gate_proj.weight", or all experts of a layer in one tensor,

@@ -54,13 +54,19 @@ class RankFailure:
 class _Rank:
     number: int
     process: subprocess.Popen[bytes]
+    lifeline_fd: int
     events_fd: int
+    stderr_fd: int
     pending: bytes = b""
     stderr: deque[str] = field(default_factory=lambda: deque(maxlen=_STDERR_LINES))
-    open_pipes: int = 2
+    open: bool = True
     finished: bool = False
     failure: RankFailure | None = None
-    counted: bool = False
+
+    def fails(self, error: str, message: str) -> None:
+        """Keep the first thing that went wrong."""
+        if self.failure is None:
+            self.failure = RankFailure(self.number, error, "", message, "\n".join(self.stderr))
 
 
 def launch(
@@ -70,6 +76,7 @@ def launch(
     *,
     limit_s: float,
     grace_s: float = 5.0,
+    ending_s: float = 30.0,
     on_event: Callable[[int, str, dict[str, Any]], None],
 ) -> tuple[RankFailure, ...]:
     """Run a function on N ranks and return when all are done, failed or killed.
@@ -90,6 +97,8 @@ def launch(
         Seconds after which ranks that are still running are killed.
     grace_s : float
         Seconds that the others get after the first failure to say what they saw.
+    ending_s : float
+        Seconds that processes get to end once all ranks have done their work.
     on_event : callable
         ``on_event(rank, kind, data)``, called here for everything that ranks emit.
 
@@ -103,67 +112,105 @@ def launch(
     KeyboardInterrupt
         After all ranks have been killed.
     """
-    deadline = time.monotonic() + limit_s
     ranks: list[_Rank] = []
     failures: list[RankFailure] = []
-    with selectors.DefaultSelector() as selector:
-        try:
-            _start(ranks, target, payload, num_ranks)
-            for rank in ranks:
-                selector.register(rank.events_fd, selectors.EVENT_READ, (rank, _take_events))
-                selector.register(_stderr_of(rank), selectors.EVENT_READ, (rank, _take_stderr))
-            while selector.get_map():
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    failures += _overdue(ranks, limit_s, after_failure=bool(failures))
-                    break
-                for key, _ in selector.select(timeout=left_s):
-                    rank, take = key.data
-                    chunk = os.read(key.fd, 1 << 16)
-                    take(rank, chunk, on_event)
-                    if not chunk:
-                        selector.unregister(key.fd)
-                        rank.open_pipes -= 1
-                    failure = _failure_of(rank)
-                    if failure is not None and not rank.counted:
-                        rank.counted = True
-                        failures.append(failure)
-                if failures or all(rank.finished for rank in ranks):
-                    deadline = min(deadline, time.monotonic() + grace_s)
-        finally:
-            for rank in ranks:
-                _end(rank)
+
+    def notice() -> None:
+        failures.extend(rank.failure for rank in ranks if rank.failure is not None and rank.failure not in failures)
+
+    limit = _Limit(limit_s)
+    try:
+        _start(ranks, target, payload, num_ranks)
+        for _ in _listen(ranks, limit, on_event):
+            notice()
+            if failures:
+                limit.shorten(grace_s)
+        late = "it did not answer the failure of another rank" if failures else f"it still ran after {limit_s:g} s"
+        for rank in ranks:
+            if rank.open and not rank.finished:
+                rank.fails("Killed", late)
+        notice()
+        if not failures:
+            _await_end(ranks, ending_s)
+            notice()
+    finally:
+        for rank in ranks:
+            _end(rank)
     return tuple(failures)
+
+
+class _Limit:
+    """A point in time that can come closer."""
+
+    def __init__(self, seconds: float) -> None:
+        self._at = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._at - time.monotonic())
+
+    def shorten(self, seconds: float) -> None:
+        self._at = min(self._at, time.monotonic() + seconds)
+
+
+def _listen(ranks: list[_Rank], limit: _Limit, on_event: Callable[[int, str, dict[str, Any]], None]) -> Iterator[None]:
+    """Take in what ranks say until all have closed their pipes or the limit is reached; yields after each piece."""
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            selector.register(rank.events_fd, selectors.EVENT_READ, rank)
+            selector.register(rank.stderr_fd, selectors.EVENT_READ, rank)
+        while any(rank.open for rank in ranks) and limit.left_s > 0:
+            for key, _ in selector.select(timeout=limit.left_s):
+                rank = key.data
+                chunk = os.read(key.fd, 1 << 16)
+                if key.fd == rank.stderr_fd:
+                    rank.stderr.extend(chunk.decode(errors="replace").splitlines())
+                elif chunk:
+                    _take_events(rank, chunk, on_event)
+                else:
+                    rank.open = False
+                    if not rank.finished:
+                        _find_out_what_ended(rank)
+                if not chunk:
+                    selector.unregister(key.fd)
+            yield
 
 
 def _start(ranks: list[_Rank], target: str, payload: Mapping[str, Any], num_ranks: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        # Rank 0 takes the listening socket over: no other process can take the port in between.
         job = {"target": target, "payload": dict(payload), "world_size": num_ranks, "port": server.getsockname()[1]}
-        for number in range(num_ranks):
-            events_fd, child_fd = os.pipe()
-            listen_fd = server.fileno() if number == 0 else None
-            try:
-                process = subprocess.Popen(
-                    [sys.executable, *_same_flags(), "-m", "eplb_core.bench.rank_process"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    pass_fds=[child_fd] if listen_fd is None else [child_fd, listen_fd],
-                    env={"GLOO_SOCKET_IFNAME": _loopback(), **os.environ},
-                    start_new_session=True,  # Ctrl-C is for this process; it ends the ranks itself
-                )
-            except OSError as error:
-                os.close(events_fd)
-                raise BenchError("EPLB-B002", 0, f"rank {number} could not be started: {error}") from error
-            finally:
-                os.close(child_fd)
-            ranks.append(_Rank(number, process, events_fd))
-            line = json.dumps({**job, "rank": number, "events_fd": child_fd, "listen_fd": listen_fd})
-            if process.stdin is not None:
-                with suppress(BrokenPipeError):  # that it has ended is told by its pipes
-                    process.stdin.write(line.encode() + b"\n")
-                    process.stdin.flush()
+        # Rank 0 takes the listening socket over: no other process can take the port in between. One by one, so that
+        # those that were started are known when the next cannot be.
+        ranks.extend(
+            _start_one({**job, "rank": number, "listen_fd": None if number else server.fileno()})
+            for number in range(num_ranks)
+        )
+
+
+def _start_one(job: Mapping[str, Any]) -> _Rank:
+    child_stdin, lifeline_fd = os.pipe()
+    events_fd, child_events = os.pipe()
+    stderr_fd, child_stderr = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *_same_flags(), "-m", "eplb_core.bench.rank_process"],
+            stdin=child_stdin,
+            stdout=subprocess.DEVNULL,
+            stderr=child_stderr,
+            pass_fds=[fd for fd in (child_events, job["listen_fd"]) if fd is not None],
+            env={"GLOO_SOCKET_IFNAME": _loopback(), **os.environ},
+            start_new_session=True,  # Ctrl-C is for this process; it ends the ranks itself
+        )
+    except OSError as error:
+        for fd in (lifeline_fd, events_fd, stderr_fd):
+            os.close(fd)
+        raise BenchError("EPLB-B002", 0, f"rank {job['rank']} could not be started: {error}") from error
+    finally:
+        for fd in (child_stdin, child_events, child_stderr):
+            os.close(fd)
+    with suppress(BrokenPipeError):  # a rank that ended already shows at its other pipes
+        os.write(lifeline_fd, json.dumps({**job, "events_fd": child_events}).encode() + b"\n")
+    return _Rank(job["rank"], process, lifeline_fd, events_fd, stderr_fd)
 
 
 def _same_flags() -> list[str]:
@@ -174,12 +221,6 @@ def _loopback() -> str:
     """Name the loopback interface: gloo would ask for the host's name, which containers often cannot resolve."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if name.startswith("lo")), "lo")
-
-
-def _stderr_of(rank: _Rank) -> int:
-    if rank.process.stderr is None:
-        raise BenchError("EPLB-B002", 0, f"rank {rank.number} has no stderr")
-    return rank.process.stderr.fileno()
 
 
 def _take_events(rank: _Rank, chunk: bytes, on_event: Callable[[int, str, dict[str, Any]], None]) -> None:
@@ -195,25 +236,36 @@ def _take_events(rank: _Rank, chunk: bytes, on_event: Callable[[int, str, dict[s
             on_event(rank.number, kind, data)
 
 
-def _take_stderr(rank: _Rank, chunk: bytes, on_event: Callable[[int, str, dict[str, Any]], None]) -> None:  # noqa: ARG001
-    rank.stderr.extend(chunk.decode(errors="replace").splitlines())
+def _find_out_what_ended(rank: _Rank) -> None:
+    """Say why a rank closed its pipe without a word: that happens when its process ends, so this waits for little."""
+    try:
+        status = rank.process.wait(_CLOSING_S)
+    except subprocess.TimeoutExpired:
+        rank.fails("Died", "it closed its pipe and said no more")
+        return
+    os.set_blocking(rank.stderr_fd, False)
+    with suppress(BlockingIOError):  # a process of its own may keep the pipe open
+        while chunk := os.read(rank.stderr_fd, 1 << 16):
+            rank.stderr.extend(chunk.decode(errors="replace").splitlines())
+    rank.fails("Died", _status_text(status))
 
 
-def _failure_of(rank: _Rank) -> RankFailure | None:
-    """Return what a rank said of its failure, or, once its pipes are closed because it ended, what ended it."""
-    if rank.failure is None and not rank.finished and not rank.open_pipes:
+def _await_end(ranks: list[_Rank], ending_s: float) -> None:
+    """Wait until the processes of finished ranks have ended, and ended well."""
+    limit = _Limit(ending_s)
+    for rank in ranks:
         try:
-            status = rank.process.wait(_CLOSING_S)
+            status = rank.process.wait(limit.left_s)
         except subprocess.TimeoutExpired:
-            rank.process.kill()
-            status = rank.process.wait()
-        rank.failure = RankFailure(rank.number, "Died", "", _status_text(status), "\n".join(rank.stderr))
-    return rank.failure
+            rank.fails("Killed", "it had done its work, but its process did not end")
+        else:
+            if status:
+                rank.fails("Died", f"it had done its work, then {_status_text(status)}")
 
 
 def _status_text(status: int) -> str:
     if status >= 0:
-        return f"its process ended with status {status} and said no more"
+        return f"its process ended with status {status}"
     try:
         name = signal.Signals(-status).name
     except ValueError:
@@ -221,25 +273,10 @@ def _status_text(status: int) -> str:
     return f"its process was ended by {name}"
 
 
-def _overdue(ranks: list[_Rank], limit_s: float, *, after_failure: bool) -> Iterator[RankFailure]:
-    for rank in ranks:
-        if not rank.open_pipes or rank.counted:
-            continue
-        if rank.finished:
-            why = "it had done its work, but its process did not end"
-        elif after_failure:
-            why = "it did not answer the failure of another rank"
-        else:
-            why = f"it still ran after {limit_s:g} s"
-        yield RankFailure(rank.number, "Killed", "", why, "\n".join(rank.stderr))
-
-
 def _end(rank: _Rank) -> None:
     """End a rank's process whatever state it is in, and give back what it held here."""
-    if rank.process.stdin is not None:
-        with suppress(BrokenPipeError):  # that it has ended is told by its pipes
-            rank.process.stdin.close()
-    if not rank.finished or rank.open_pipes:
+    os.close(rank.lifeline_fd)
+    if rank.failure is not None or not rank.finished:
         rank.process.kill()
     try:
         rank.process.wait(_CLOSING_S)
@@ -247,5 +284,4 @@ def _end(rank: _Rank) -> None:
         rank.process.kill()
         rank.process.wait()
     os.close(rank.events_fd)
-    if rank.process.stderr is not None:
-        rank.process.stderr.close()
+    os.close(rank.stderr_fd)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import ceil
 
-from eplb_core.bench.tensors import TensorSpec
+from eplb_core.bench.specs import TensorSpec
 from eplb_core.errors import BenchError
 
 

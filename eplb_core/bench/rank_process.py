@@ -21,6 +21,7 @@ def main() -> int:
     """Run one rank; its exit status is 0 when the function returned."""
     job = _read_job()
     threading.Thread(target=_end_with_parent, name="eplb-lifeline", daemon=True).start()
+    os.set_inheritable(job["events_fd"], False)
     with os.fdopen(job["events_fd"], "w", encoding="ascii") as events:
 
         def emit(kind: str, data: Mapping[str, Any]) -> None:
@@ -31,7 +32,7 @@ def main() -> int:
             module, _, function = job["target"].partition(":")
             run = getattr(importlib.import_module(module), function)
             run(job["payload"], job["rank"], job["world_size"], _store(job), emit)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the parent shows it
+        except BaseException as error:
             code = error.code if isinstance(error, EplbError) else ""
             text = {"error": type(error).__name__, "code": code, "message": str(error), "trace": traceback.format_exc()}
             emit("failed", text)

@@ -16,7 +16,7 @@ from eplb_core.errors import BenchError
 
 IntArray = npt.NDArray[np.int64]
 
-BUDGET_NBYTES = 2 << 30
+BUDGET_NBYTES = 5 << 29
 """Logical experts of all layers together, unless the user says how many layers and which scale."""
 
 _DEFAULT_LAYERS = 8

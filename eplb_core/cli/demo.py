@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eplb_core.bench.demo import TARGET, DemoJob, run_in_environment
-from eplb_core.bench.launch import launch
 from eplb_core.bench.presets import PRESETS
-from eplb_core.bench.workload import WorkloadOptions, build_workload, check_memory
 from eplb_core.cli.console import stderr
-from eplb_core.cli.demo_view import DemoView
 from eplb_core.errors import EplbError
+
+if TYPE_CHECKING:
+    from eplb_core.bench.demo import DemoJob
+    from eplb_core.cli.demo_view import DemoView
 
 _DEFAULT_RANKS = 4
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -50,6 +50,10 @@ def demo(
     """Move a real architecture's experts between ranks for a skewed load, and check every byte."""
     if preset is not None and checkpoint is not None:
         raise typer.BadParameter("give a preset or a checkpoint, not both", param_hint="--checkpoint")
+    from eplb_core.bench.demo import DemoJob
+    from eplb_core.bench.workload import WorkloadOptions
+    from eplb_core.cli.demo_view import DemoView
+
     options = WorkloadOptions(
         **({} if preset is None else {"preset": preset}),
         checkpoint=None if checkpoint is None else str(checkpoint),
@@ -71,6 +75,9 @@ def demo(
 def _launch(job: DemoJob, num_ranks: int, limit_s: float, view: DemoView) -> int:
     """Run all ranks as processes of this one; return the exit status."""
     import eplb_core as eplb
+    from eplb_core.bench.demo import TARGET
+    from eplb_core.bench.launch import launch
+    from eplb_core.bench.workload import build_workload, check_memory
 
     # What is wrong with the options is said once, here, and not by every rank.
     check_memory(build_workload(job.workload, num_ranks))
@@ -86,6 +93,8 @@ def _launch(job: DemoJob, num_ranks: int, limit_s: float, view: DemoView) -> int
 
 def _take_part(job: DemoJob, view: DemoView) -> int:
     """Run one rank, which torchrun started; rank 0 shows what happens, the others only what goes wrong."""
+    from eplb_core.bench.demo import run_in_environment
+
     rank = int(os.environ["RANK"])
     try:
         with view.bars:

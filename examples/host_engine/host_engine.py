@@ -28,6 +28,7 @@ NUM_LAYERS = 3
 NUM_EXPERTS = 32
 TOP_K = 4
 HIDDEN = 128
+LENGTH: float = HIDDEN**0.5  # of a token's vector, so that its elements are about 1
 INTERMEDIATE = 64
 TOKENS = 48  # of each rank in a forward step
 
@@ -130,7 +131,7 @@ def serve(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     control = eplb.ControlPlane.from_process_group(dist.group.WORLD)
     weights = [[w13, w2] for w13, w2 in zip(model.w13, model.w2, strict=True)]
     with eplb.Communicator(config, weights, control, tensor_names=["w13", "w2"]) as comm:
-        canary = _drawn((TOKENS, HIDDEN), 1000 + rank) * HIDDEN**0.5
+        canary = _drawn((TOKENS, HIDDEN), 1000 + rank) * LENGTH
         for step in range(1, options.steps + 1):
             model.forward(_traffic(step // config.step_interval, step, rank))
             if step % config.step_interval:
@@ -174,15 +175,16 @@ def _exchange(rows: torch.Tensor, received: list[int], sent: list[int]) -> torch
 
 def _traffic(topic: int, step: int, rank: int) -> torch.Tensor:
     """Draw tokens that are about something: half of them are near one direction, which changes with the topic."""
-    tokens = _drawn((TOKENS, HIDDEN), 2000 + step, rank) * HIDDEN**0.5
-    tokens[::2] += 2 * _drawn((1, HIDDEN), 3000 + topic) * HIDDEN**0.5
+    tokens = _drawn((TOKENS, HIDDEN), 2000 + step, rank) * LENGTH
+    tokens[::2] += 2 * _drawn((1, HIDDEN), 3000 + topic) * LENGTH
     return tokens
 
 
 def _drawn(shape: tuple[int, ...], *seed: int) -> torch.Tensor:
     """Return float32 values of unit rows that depend on the seed alone, the same on every rank."""
     values = np.random.default_rng(seed).standard_normal(shape) / shape[-1] ** 0.5
-    return torch.from_numpy(values.astype(np.float32))
+    tensor: torch.Tensor = torch.from_numpy(values.astype(np.float32))
+    return tensor
 
 
 def main() -> None:

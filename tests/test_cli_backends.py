@@ -1,0 +1,275 @@
+"""``eplb backends``: what is installed is shown as it is, broken parts too, and no backend is imported for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+INFO = 'BackendInfo({name!r}, "moves rows", API_VERSION, "{target}", {fields})'
+
+
+class Site:
+    """A folder on the path in which distributions are installed, and the command run with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, file: str, text: str) -> None:
+        path = self.folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+
+    def install(self, dist: str, version: str, entry_point: str, hooks: str) -> None:
+        module = f"{dist.replace('-', '_')}_{entry_point}_hooks"
+        self.write(f"{module}.py", hooks)
+        info = f"{dist.replace('-', '_')}-{version}.dist-info"
+        self.write(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n")
+        self.write(f"{info}/entry_points.txt", f"[eplb_core.plugins]\n{entry_point} = {module}\n")
+
+    def install_backend(self, name: str, dist: str = "", version: str = "1.2.3", target: str = "", **fields) -> None:
+        given = ", ".join(f"{key}={value}" for key, value in fields.items())
+        info = INFO.format(name=name, target=target or "nowhere:Backend", fields=given)
+        hooks = ["from eplb_core import API_VERSION, BackendInfo, hookimpl"]
+        hooks += ["@hookimpl", "def eplb_register_backends():", f"    return {info}", ""]
+        self.install(dist or f"eplb-{name}", version, name, "\n".join(hooks))
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        paths = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("EPLB_")}
+        return subprocess.run(
+            [sys.executable, "-m", "eplb_core.cli", "backends", *arguments],
+            env={**clean, "PYTHONPATH": paths, **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def document(self, *arguments: str, **environment: str):
+        result = self.run("--json", *arguments, **environment)
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout)
+
+    def backend(self, name: str, *arguments: str, **environment: str):
+        return next(b for b in self.document(*arguments, **environment)["backends"] if b["name"] == name)
+
+
+@pytest.fixture
+def site(tmp_path):
+    return Site(tmp_path / "site")
+
+
+def folded(text: str) -> str:
+    return " ".join(text.replace("│", " ").split())
+
+
+def test_a_backend_is_shown_with_its_origin_and_whether_it_is_usable(site):
+    site.install_backend("swift", version="4.5.6", async_safe=True, auto_priority=7)
+    table = site.run("--device", "cpu").stdout
+    row = next(line for line in table.splitlines() if line.startswith("swift"))
+    assert folded(row) == "swift eplb-swift 4.5.6 1 yes 7 yes"
+
+
+def test_why_a_backend_is_not_usable_is_shown_with_what_to_install(site):
+    site.install_backend("absent", async_safe=True, requires="('no_such_library',)", install_hint="'pip install lib'")
+    shown = site.run("--device", "cpu").stdout
+    assert "no: no_such_library is not installed" in folded(shown)
+    assert "pip install lib" in shown
+    document = site.backend("absent", "--device", "cpu")
+    assert (document["usable"], document["why_not"]) == (False, "no_such_library is not installed")
+    assert document["install_hint"] == "pip install lib"
+
+
+def test_async_safety_is_judged_only_for_async(site):
+    site.install_backend("unsafe", async_safe=False, async_reason="'stream conflicts'")
+    site.install_backend("silent")
+    assert "stream conflicts" in site.backend("unsafe", "--async", "--device", "cpu")["why_not"]
+    assert site.backend("unsafe", "--no-async", "--device", "cpu")["usable"]
+    assert site.backend("silent", "--device", "cpu")["async_safe"] is None
+    shown = site.run("--device", "cpu", EPLB_PLUGINS="unsafe,silent").stdout
+    assert "no: stream" in shown
+    assert "no: undeclared" in shown
+
+
+def test_the_device_type_decides_what_is_usable(site):
+    site.install_backend("hosted", async_safe=True, device_types="('cpu',)")
+    assert site.backend("hosted", "--device", "cpu")["usable"]
+    assert "not on cuda" in site.backend("hosted", "--device", "cuda")["why_not"]
+
+
+def test_an_impossible_device_type_is_refused(site):
+    result = site.run("--device", "gpu 0")
+    assert result.returncode == 2
+    assert "'gpu 0' is no device type" in result.stderr
+
+
+def test_the_automatic_choice_is_named_with_its_reason(site):
+    site.install_backend("swift", async_safe=True, auto_priority=100000)
+    choice = site.document("--device", "cpu")["choice"]
+    assert choice == {"name": "swift", "why": "highest auto_priority (100000) among the usable"}
+    shown = folded(site.run("--device", "cpu").stdout)
+    assert "Automatic choice: swift, highest auto_priority (100000) among the usable" in shown
+
+
+def test_that_nothing_can_be_chosen_is_no_failure_of_the_command(site):
+    result = site.run("--device", "cpu", EPLB_PLUGINS="")
+    assert result.returncode == 0
+    assert "Automatic choice: No usable EPLB backend." in folded(result.stdout)
+
+
+def test_a_broken_plugin_is_listed_with_distribution_version_and_reason_beside_the_healthy(site):
+    site.install("eplb-broken", "0.9", "broken", "raise RuntimeError('no such driver')")
+    site.install_backend("swift", async_safe=True)
+    shown = folded(site.run("--device", "cpu").stdout)
+    assert "Skipped plugins - broken (eplb-broken 0.9): import raised RuntimeError: no such driver" in shown
+    document = site.document("--device", "cpu")
+    failure = next(f for f in document["failures"] if f["entry_point"] == "broken")
+    assert (failure["distribution"], failure["version"]) == ("eplb-broken", "0.9")
+    assert "swift" in {backend["name"] for backend in document["backends"]}
+
+
+def test_a_name_claimed_twice_is_listed_with_both_distributions(site):
+    site.install_backend("swift", dist="eplb-one", version="1.0", async_safe=True, auto_priority=100000)
+    site.install_backend("swift", dist="eplb-two", version="2.0", async_safe=True, auto_priority=100000)
+    document = site.document("--device", "cpu")
+    (conflict,) = (c for c in document["conflicts"] if c["name"] == "swift")
+    assert {(c["distribution"], c["version"]) for c in conflict["claimants"]} == {
+        ("eplb-one", "1.0"),
+        ("eplb-two", "2.0"),
+    }
+    assert document["choice"]["name"] != "swift"
+    shown = folded(site.run("--device", "cpu").stdout)
+    assert "eplb-one 1.0" in shown
+    assert "eplb-two 2.0" in shown
+
+
+def test_what_eplb_plugins_leaves_out_is_said(site):
+    site.install_backend("swift", async_safe=True)
+    site.install_backend("other", async_safe=True)
+    document = site.document("--device", "cpu", EPLB_PLUGINS="swift")
+    assert [backend["name"] for backend in document["backends"]] == ["swift"]
+    assert "other" in {origin["entry_point"] for origin in document["excluded"]}
+    assert "Left out by EPLB_PLUGINS" in site.run("--device", "cpu", EPLB_PLUGINS="swift").stdout
+
+
+def test_strict_discovery_ends_the_command_with_the_typed_error(site):
+    site.install("eplb-broken", "0.9", "broken", "raise RuntimeError('no such driver')")
+    result = site.run(EPLB_STRICT="1", EPLB_PLUGINS="broken")
+    assert result.returncode == 1
+    assert "DiscoveryError: Plugin 'broken' of eplb-broken 0.9 was skipped" in result.stderr
+    assert "'eplb explain EPLB-D001'" in result.stderr
+
+
+def test_the_json_document_has_all_its_keys_and_nothing_else_is_printed(site):
+    site.install_backend("swift", async_safe=True, target="noisy:Backend")
+    hooks = site.folder / "eplb_swift_swift_hooks.py"
+    hooks.write_text("import os\nprint('from Python: \N{SNOWMAN}')\nos.write(1, b'from C')\n" + hooks.read_text())
+    result = site.run("--json", "--device", "cpu")
+    assert "from C" in result.stderr
+    assert result.stdout.isascii()
+    document = json.loads(result.stdout)
+    assert set(document) == {
+        "schema", "eplb_core", "api_version", "device", "async", "choice", "backends", "staging", "policies",
+        "failures", "conflicts", "excluded",
+    }  # fmt: skip
+    assert document["schema"] == 1
+    backend = next(b for b in document["backends"] if b["name"] == "swift")
+    assert set(backend) == {
+        "name", "summary", "distribution", "version", "entry_point", "api_version", "async_safe", "async_reason",
+        "device_types", "elastic_safe", "zero_copy", "batched", "auto_priority", "requires", "usable", "why_not",
+        "install_hint",
+    }  # fmt: skip
+    assert "default" in {policy["name"] for policy in document["policies"]}
+    assert "torch" in {staging["name"] for staging in document["staging"]}
+
+
+def test_tables_fit_100_columns_and_have_no_colour_when_piped(site):
+    hint = "'pip install ' + 'something-with-a-very-long-name ' * 20"
+    site.install_backend("a_backend_with_quite_a_long_name", async_safe=False, async_reason=hint, install_hint=hint)
+    site.install("eplb-broken", "0.9", "broken", "raise RuntimeError('why ' * 100)")
+    shown = site.run("--device", "cpu").stdout
+    assert "\x1b" not in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    assert "a_backend_with_quite_a_long_name" in shown
+
+
+def test_no_backend_is_imported_without_probe(site):
+    marker = site.folder / "imported"
+    site.write(
+        "loud.py", f"open({str(marker)!r}, 'w').close()\nclass Backend:\n    probe = classmethod(lambda *_: {{}})\n"
+    )
+    site.install_backend("swift", async_safe=True, target="loud:Backend")
+    site.run("--device", "cpu")
+    site.run("--json", "--device", "cpu")
+    assert not marker.exists()
+    site.run("--device", "cpu", "--probe", EPLB_PLUGINS="swift")
+    assert marker.exists()
+
+
+def test_neither_torch_nor_any_backends_library_is_imported(site):
+    script = (
+        "import sys; sys.argv = ['eplb', 'backends']\n"
+        "from eplb_core.cli import main\n"
+        "try: main()\n"
+        "finally: print('LOADED', [m for m in ('torch', 'nixl', 'cupy', 'numpy') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert "LOADED []" in result.stdout, result.stdout + result.stderr
+
+
+PROBES = """
+    import os, time
+    class Works:
+        @classmethod
+        def probe(cls, options):
+            print("noise on stdout")
+            return {"library": "libswift 1.0", "memory": "host"}
+    class Raises:
+        @classmethod
+        def probe(cls, options):
+            raise OSError("libswift.so.2 is missing; pip install swift")
+    class Crashes:
+        @classmethod
+        def probe(cls, options):
+            os.abort()
+    class Hangs:
+        @classmethod
+        def probe(cls, options):
+            time.sleep(3600)
+"""
+
+
+def test_probes_show_facts_and_contain_whatever_goes_wrong(site):
+    site.write("probes.py", PROBES)
+    for name in ("works", "raises", "crashes"):
+        site.install_backend(name, async_safe=True, target=f"probes:{name.title()}")
+    document = site.document("--device", "cpu", "--probe", EPLB_PLUGINS="works,raises,crashes")
+    found = {backend["name"]: backend["probe"] for backend in document["backends"]}
+    assert found["works"]["facts"] == {"library": "libswift 1.0", "memory": "host"}
+    assert "libswift.so.2 is missing; pip install swift" in found["raises"]["problem"]
+    assert "status -6" in found["crashes"]["problem"]
+    assert [name for name in found if found[name]["ok"]] == ["works"]
+
+
+def test_a_probe_that_hangs_is_killed_at_the_limit(site):
+    site.write("probes.py", PROBES)
+    site.install_backend("hangs", async_safe=True, target="probes:Hangs")
+    started = time.monotonic()
+    probe = site.backend("hangs", "--device", "cpu", "--probe", "--probe-limit", "1", EPLB_PLUGINS="hangs")["probe"]
+    assert time.monotonic() - started < 60
+    assert probe["problem"] == "it had no answer after 1 s and was killed"
+    assert not probe["ok"]
+
+
+def test_probe_results_are_shown_below_the_table(site):
+    site.write("probes.py", PROBES)
+    site.install_backend("works", async_safe=True, target="probes:Works")
+    shown = site.run("--device", "cpu", "--probe", EPLB_PLUGINS="works").stdout
+    assert "Probe of works" in shown
+    assert "  - library: libswift 1.0" in shown
