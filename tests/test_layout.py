@@ -380,12 +380,12 @@ def test_tensors_that_touch_but_do_not_overlap_are_accepted():
 
 def test_the_same_memory_under_two_keys_of_a_layer_moves_once():
     weight, other = torch.zeros(4, 6), torch.zeros(4, 2)
-    layout = build_layout([[weight, other, weight.view(torch.int32), weight.view(4, 2, 3)]])
+    layout = build_layout([[other, weight, weight.view(torch.int32), weight.view(4, 2, 3)]])
     (geometry,) = layout.geometries
-    assert [tensor.alias for tensor in layout.record().tensors[0]] == [-1, -1, 0, 0]
+    assert [tensor.alias for tensor in layout.record().tensors[0]] == [-1, -1, 1, 1]
     assert geometry.moving.tolist() == [0, 1]
-    assert geometry.offsets.tolist() == [0, 128, 0, 0]
-    assert geometry.nbytes.tolist() == [24, 8, 24, 24]
+    assert geometry.offsets.tolist() == [0, 64, 64, 64]
+    assert geometry.nbytes.tolist() == [8, 24, 24, 24]
     assert geometry.nbytes_rows == 4 * (24 + 8)
     assert len(layout.keys) == len(layout.rows[0]) == 4
 
