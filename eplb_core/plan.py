@@ -247,9 +247,10 @@ def plan_moves(
     """Plan one rearrangement for all layers and ranks; equal arguments give equal plans on every rank.
 
     Each rank receives each expert it newly needs once, into the lowest row that needs it. Experts it holds already are
-    copied within it. Rows whose expert stays, and rows that become empty, are left as they are. Among the ranks that
-    hold an expert (those of the receiver's own node, where there are any), the j-th need by destination rank is served
-    by holder ``(j + layer) mod number of holders``, counted over the needs that have the same holders to choose from.
+    copied within it. Rows whose expert stays, and rows that become empty, are left as they are. Of the ranks that hold
+    an expert, those of the receiver's own node serve it where there are any. The j-th need, by destination rank, is
+    served by holder ``(j + layer) mod number of holders``: needs served within a node are counted node by node, those
+    that find no holder on their node all together.
 
     Parameters
     ----------

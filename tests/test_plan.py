@@ -388,8 +388,9 @@ def test_every_move_reads_once_from_the_replica_whose_turn_it_is(case):
                 holders = [r for r in case.present if expert in case.rows(case.old, layer, r)]
                 near = [r for r in holders if case.nodes and case.nodes[r] == case.nodes[dst]]
                 candidates = near or holders
-                turn = turns[expert, tuple(candidates)]
-                turns[expert, tuple(candidates)] += 1
+                counted = (expert, case.nodes[dst] if near else None)
+                turn = turns[counted]
+                turns[counted] += 1
                 src = candidates[(turn + layer) % len(candidates)]
                 expected.append((layer, src, dst, case.rows(case.old, layer, src).index(expert), row))
     plan = case.plan()
