@@ -431,7 +431,6 @@ class Communicator:
         safe = session.close_backend(force=unclean) or not self._ledger.undrained
         try:
             if unclean:
-                session.client.set(f"bye/{session.rank}", b"1")
                 session.vanish()
             else:
                 session.goodbye()

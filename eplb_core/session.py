@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -551,12 +552,13 @@ class Session:
         return self._ring.dead if self._ring else ()
 
     def goodbye(self) -> None:
-        """Tell the ring and the store that this rank leaves in peace."""
+        """Tell the ring and the store, if it is still there, that this rank leaves in peace."""
         if self._ring is not None:
             self._ring.poll()
-        for rank in self.dead:
-            self.client.set(f"dead/{rank}", b"1")
-        self.client.set(f"bye/{self.rank}", b"1")
+        with suppress(StoreGone):
+            for rank in self.dead:
+                self.client.set(f"dead/{rank}", b"1")
+            self.client.set(f"bye/{self.rank}", b"1")
         if self._ring is not None:
             self._ring.close(goodbye=True)
 
@@ -587,7 +589,9 @@ class Session:
         return self.backend.close(force) is True
 
     def vanish(self) -> None:
-        """Leave without a goodbye, so that the neighbours count this rank out at once."""
+        """Leave the ring without a goodbye, so that the neighbours count this rank out at once."""
+        with suppress(StoreGone):
+            self.client.set(f"bye/{self.rank}", b"1")  # the store's host need not wait for it
         if self._ring is not None:
             self._ring.close(goodbye=False)
 

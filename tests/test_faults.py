@@ -51,7 +51,9 @@ def until_one_fails(rank: Rank, backend: str, phase: str, action: str, timeout_s
         "map": report.physical_to_logical_map.tolist(),
         "mixed": model.wrong_rows(report.physical_to_logical_map),
         "old or new": all(
-            (report.physical_to_logical_map[layer] == (wanted if layer in report.committed_layers else held)[layer]).all()
+            (
+                report.physical_to_logical_map[layer] == (wanted if layer in report.committed_layers else held)[layer]
+            ).all()
             for layer in range(len(ROW_NBYTES))
         ),
     }
@@ -193,8 +195,8 @@ def whose_copy_fails(rank: Rank, backend: str):
     from eplb_core.errors import CommitError
     from eplb_core.landing import CommitCopies
 
-    maps = shuffles(3, 3, 3, 4)
-    model = Model(rank.rank, 4, [[512]] * 3)
+    maps = shuffles(3, 6, 3, 4)
+    model = Model(rank.rank, 4, [[512]] * 6)
     model.fill(maps[0])
     config = eplb.EPLBConfig(communicator=backend, use_async=False, timeout_s=20)
     comm = eplb.Communicator(config, model.weights, rank.control())
@@ -210,10 +212,9 @@ def whose_copy_fails(rank: Rank, backend: str):
 
         CommitCopies.run = fail_once
     started = time.monotonic()
-    try:
+    with pytest.raises(EplbError) as caught:
         comm.rearrange(maps[1], maps[2])
-    except EplbError as caught:
-        error = caught
+    error = caught.value
     story = (type(error).__name__, error.code, str(error), time.monotonic() - started)
     if rank.rank == 1:
         assert isinstance(error, CommitError)
