@@ -128,6 +128,17 @@ def test_every_family_has_its_class_and_every_letter_its_codes():
     }
 
 
+def test_the_transfer_errors_that_hosts_tell_apart_have_classes_of_their_own():
+    special = {code: error_class(code).__name__ for code in CATALOGUE if error_class(code).__mro__[1] is TransferError}
+    assert special == {
+        "EPLB-T002": "StalledError",
+        "EPLB-T003": "PeerLostError",
+        "EPLB-T004": "PoisonedError",
+        "EPLB-T005": "StoreLostError",
+        "EPLB-T006": "CommitError",
+    }
+
+
 def test_configuration_and_plan_errors_are_value_errors():
     assert issubclass(ConfigError, ValueError)
     assert issubclass(CLASSES["PlanError"], ValueError)

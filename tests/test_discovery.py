@@ -97,6 +97,7 @@ FAULTS = {
     "system_exit": ("import raised SystemExit: 3", "SystemExit"),
     "twice": ("it declares the backend 'twice' twice", None),
     "undecorated": ("eplb_register_backends lacks the @hookimpl decorator", None),
+    "unhatched": ("it declares the backend 'hatched', but an entry point is named after its backend", None),
     "wrapper": ("eplb_register_backends is a wrapper", None),
     "wrong_api": ("expected API 1, got 99", None),
 }
@@ -161,7 +162,7 @@ def test_a_misspelt_hook_is_told_the_right_name():
 
 def test_sound_plugins_load_beside_faulty_ones():
     found = among_faults()
-    assert {"pigeon", "heron", "egret"} <= set(found["backend"])
+    assert {"pigeon", "heron", "egret", "hatched"} <= set(found["backend"])
     assert {"torch", "heron_pool"} <= set(found["staging"])
     assert {"default", "heron_greedy"} <= set(found["policy"])
     assert found["origins"]["backend pigeon"] == f"eplb-pigeon 1.0 (in {SITES / 'sound'})"
@@ -267,6 +268,10 @@ def test_only_plugins_named_in_eplb_plugins_are_loaded():
     assert [failure[1] for failure in found["failures"]] == ["no_hooks"]
     assert {"heron", "egret", "system_exit"} <= set(found["excluded"])
     assert "eplb_heron" not in found["modules"]
+
+
+def test_of_two_backends_in_one_module_only_the_allowed_one_is_offered():
+    assert discovered("sound", EPLB_PLUGINS="egret")["backend"] == ["egret"]
 
 
 def test_an_empty_eplb_plugins_allows_none():

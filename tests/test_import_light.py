@@ -26,7 +26,8 @@ with open(sys.argv[1], "w") as file:
 
 def probed(tmp_path, doing, found="None", **environment):
     """Run statements in an interpreter of its own; what they loaded, what they changed, and that they were silent."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("EPLB_")}
+    # Few variables: what this process has imported may have set the very one that the child must not set.
+    kept = {name: os.environ[name] for name in ("HOME", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH") if name in os.environ}
     path = os.pathsep.join([str(SITES / "sound"), *filter(None, [kept.get("PYTHONPATH")])])
     answer = tmp_path / "answer.json"
     child = subprocess.run(

@@ -193,7 +193,7 @@ def test_the_highest_priority_among_the_usable_is_chosen():
 
 
 def test_of_equal_priorities_the_first_name_is_chosen_on_every_rank():
-    catalog = installed(backend("b"), backend("a"), backend("c"))
+    catalog = Catalog(backends={name: backend(name) for name in ("b", "a", "c")})
     assert select(EPLBConfig(), catalog=catalog).name == "a"
 
 
