@@ -27,7 +27,7 @@ def backends(
     probe: Annotated[
         bool, typer.Option("--probe", help="Also run each backend's own check, in a process of its own.")
     ] = False,
-    probe_limit: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Limit of --probe.")] = 30.0,
+    probe_limit: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Limit of each probe.")] = 60.0,
 ) -> None:
     """Show installed backends: where they come from, whether they are usable here, and which would be chosen."""
     if device is not None and not re.fullmatch(r"[a-z][a-z0-9_]*", device):

@@ -8,56 +8,52 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 _TAIL_LINES = 3
 
 
 def probe_all(names: Sequence[str], *, limit_s: float) -> dict[str, dict[str, Any]]:
-    """Run the probes of backends, all at once.
+    """Run the probes of backends, side by side.
 
     Parameters
     ----------
     names : sequence of str
         Backends to probe.
     limit_s : float
-        Seconds after which a probe that still runs is killed.
+        Seconds that each may take; then it is killed.
 
     Returns
     -------
     dict of str to dict
         By name: ``ok``, ``facts`` (str to str), ``problem`` (why not, or None) and ``seconds``.
     """
+    if not names:
+        return {}
+    # As many at a time as there are cores, so that none runs out of time because of the others.
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        return dict(zip(names, pool.map(lambda name: _probe(name, limit_s), names), strict=True))
+
+
+def _probe(name: str, limit_s: float) -> dict[str, Any]:
     started = time.monotonic()
-    running = {name: _start(name) for name in names}
-    return {name: _finish(process, started, limit_s) for name, process in running.items()}
-
-
-def _start(name: str) -> subprocess.Popen[bytes]:
-    # The answer comes through stdout, which the child sets aside before it imports anything that could print.
-    return subprocess.Popen(
-        [sys.executable, "-m", "eplb_core.cli.probe", name],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def _finish(process: subprocess.Popen[bytes], started: float, limit_s: float) -> dict[str, Any]:
     try:
-        answer, noise = process.communicate(timeout=max(0.0, limit_s - (time.monotonic() - started)))
+        # The answer comes through stdout, which the child sets aside before it imports anything that could print.
+        done = subprocess.run(
+            [sys.executable, "-m", "eplb_core.cli.probe", name],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=limit_s,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
         return _result(started, problem=f"it had no answer after {limit_s:g} s and was killed")
-    finally:
-        if process.poll() is None:  # Ctrl-C
-            process.kill()
     try:
-        said = json.loads(answer)
+        said = json.loads(done.stdout)
     except ValueError:
-        tail = " / ".join(noise.decode(errors="replace").strip().splitlines()[-_TAIL_LINES:])
-        return _result(started, problem=f"its process ended with status {process.returncode}{': ' * bool(tail)}{tail}")
+        tail = " / ".join(done.stderr.decode(errors="replace").strip().splitlines()[-_TAIL_LINES:])
+        return _result(started, problem=f"its process ended with status {done.returncode}{': ' * bool(tail)}{tail}")
     return _result(started, **said)
 
 
