@@ -47,8 +47,6 @@ def unpack(blob: bytes) -> tuple[dict[str, Any], bytes]:
     end = _LENGTH.size + int(_LENGTH.unpack_from(blob)[0])
     if end > len(blob):
         raise MalformedError(f"its record is truncated, {len(blob)} bytes of {end}")
-    if end > _LENGTH.size + MAX_PACKED_NBYTES:
-        raise MalformedError(f"its record takes {end} bytes where at most {MAX_PACKED_NBYTES} are accepted")
     unpacker = zlib.decompressobj()
     try:
         text = unpacker.decompress(blob[_LENGTH.size : end], MAX_TEXT_NBYTES)
@@ -59,7 +57,7 @@ def unpack(blob: bytes) -> tuple[dict[str, Any], bytes]:
     if not unpacker.eof or unpacker.unused_data:
         raise MalformedError("its record does not end where it says")
     try:
-        document = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        document = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise MalformedError(f"its record is no JSON ({error})") from None
     return typed(document, dict, "it"), blob[end:]
@@ -149,7 +147,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(document) != len(pairs):
         raise ValueError("a key stands twice")
     return document
-
-
-def _no_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")

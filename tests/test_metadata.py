@@ -96,6 +96,13 @@ def test_two_messages_with_swapped_bodies_are_refused():
     assert "checksum" in refusal(first[:OVERHEAD_NBYTES] + second[OVERHEAD_NBYTES:])
 
 
+def test_an_old_body_under_a_new_header_is_refused():
+    old, new = seal("ballot", b"yes", **(OF | {"generation": 6})), seal("ballot", b"no!", **OF)
+    header_nbytes = OVERHEAD_NBYTES - 16
+    assert unseal(old, "ballot", **(OF | {"generation": 6}), limit=9) == b"yes"
+    assert "checksum" in refusal(new[:header_nbytes] + old[header_nbytes:])
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -410,10 +417,11 @@ def test_a_record_beyond_the_size_of_any_record_is_refused():
     assert "at most" in malformed(RECORD.to_bytes() + bytes(MAX_RECORD_NBYTES))
 
 
-def test_packed_json_with_bytes_behind_its_end_is_refused():
+def test_packed_json_that_ends_early_or_late_is_refused():
     document, payload = split(RECORD.to_bytes())
-    packed = zlib.compress(json.dumps(document).encode()) + b"more"
-    assert "does not end where it says" in malformed(struct.pack("<I", len(packed)) + packed + payload)
+    packed = zlib.compress(json.dumps(document).encode())
+    for wrong in (packed + b"more", packed[:-4]):  # without its last four bytes all of the text is there, unchecked
+        assert "does not end where it says" in malformed(struct.pack("<I", len(wrong)) + wrong + payload)
 
 
 @pytest.mark.parametrize(
