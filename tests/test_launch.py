@@ -17,41 +17,42 @@ TARGETS = """
     import os, signal, sys, time
     from eplb_core.errors import PlanError
 
-    def meet(payload, rank, world_size, store, emit):
+    def meet(payload, rank, world_size, connect, emit):
+        store = connect()
         store.set(f"here/{rank}", str(os.getpid()))
         store.wait([f"here/{other}" for other in range(world_size)])
         emit("met", {"rank": rank, "of": world_size, "payload": payload})
 
-    def one_is_killed(payload, rank, world_size, store, emit):
-        meet(payload, rank, world_size, store, emit)
+    def one_is_killed(payload, rank, world_size, connect, emit):
+        emit("up", {})
         print("the last words", file=sys.stderr, flush=True)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(3600)
 
-    def one_raises(payload, rank, world_size, store, emit):
-        meet(payload, rank, world_size, store, emit)
+    def one_raises(payload, rank, world_size, connect, emit):
+        emit("up", {})
         if rank == 1:
             raise PlanError("EPLB-P003", what="maps")
 
-    def one_leaves(payload, rank, world_size, store, emit):
-        meet(payload, rank, world_size, store, emit)
+    def one_leaves(payload, rank, world_size, connect, emit):
+        emit("up", {})
         if rank == 0:
             sys.exit("went home")
 
-    def all_sleep(payload, rank, world_size, store, emit):
-        meet(payload, rank, world_size, store, emit)
+    def all_sleep(payload, rank, world_size, connect, emit):
+        emit("up", {})
         time.sleep(3600)
 
-    def does_not_end(payload, rank, world_size, store, emit):
+    def does_not_end(payload, rank, world_size, connect, emit):
         import threading
         threading.Thread(target=time.sleep, args=(3600,)).start()
 
-    def crashes_at_exit(payload, rank, world_size, store, emit):
+    def crashes_at_exit(payload, rank, world_size, connect, emit):
         import atexit
         atexit.register(os.abort)
 
-    def prints(payload, rank, world_size, store, emit):
+    def prints(payload, rank, world_size, connect, emit):
         print("to stdout", flush=True)
         os.write(1, b"to the descriptor")
         print("x" * 1_000_000, file=sys.stderr)

@@ -11,7 +11,7 @@ from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from eplb_core.bench.launch import Emit
+from eplb_core.bench.launch import Connect, Emit
 from eplb_core.bench.load import zipf_load
 from eplb_core.bench.tensors import Verification, allocate, fill, verify
 from eplb_core.bench.workload import IntArray, Workload, WorkloadOptions, build_workload
@@ -57,12 +57,12 @@ class DemoJob:
         return cls(**{**payload, "workload": WorkloadOptions(**payload["workload"])})
 
 
-def run_launched(payload: Mapping[str, Any], rank: int, world_size: int, store: Any, emit: Emit) -> None:
+def run_launched(payload: Mapping[str, Any], rank: int, world_size: int, connect: Connect, emit: Emit) -> None:
     """Run one rank on the store of its launch."""
     job = DemoJob.from_payload(payload)
     dist: Any = import_module("torch.distributed")
     limit = timedelta(seconds=job.timeout_s)
-    group_store = dist.PrefixStore("demo_group", store)
+    group_store = dist.PrefixStore("demo_group", connect())
     dist.init_process_group("gloo", store=group_store, rank=rank, world_size=world_size, timeout=limit)
     run_rank(job, dist.group.WORLD, None, emit)
     dist.destroy_process_group()

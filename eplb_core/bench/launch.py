@@ -21,6 +21,9 @@ from eplb_core.errors import BenchError
 Emit = Callable[[str, Mapping[str, Any]], None]
 """``emit(kind, data)``: how a rank reports; `data` must go into JSON."""
 
+Connect = Callable[[], Any]
+"""``connect()``: a ``torch.distributed`` store of this launch."""
+
 _STDERR_LINES = 8
 _CLOSING_S = 2.0
 
@@ -81,9 +84,9 @@ def launch(
 ) -> tuple[RankFailure, ...]:
     """Run a function on N ranks and return when all are done, failed or killed.
 
-    Each rank is a fresh interpreter that runs ``function(payload, rank, world_size, store, emit)`` with a store of its
-    own launch. It ends with this process, however this process ends: it holds one end of a pipe whose other end
-    closes then.
+    Each rank is a fresh interpreter that runs ``function(payload, rank, world_size, connect, emit)``, where
+    ``connect()`` returns a client of a store of this launch, hosted by rank 0. It ends with this process, however this
+    process ends: it holds one end of a pipe whose other end closes then.
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ def main() -> int:
         try:
             module, _, function = job["target"].partition(":")
             run = getattr(importlib.import_module(module), function)
-            run(job["payload"], job["rank"], job["world_size"], _store(job), emit)
+            run(job["payload"], job["rank"], job["world_size"], lambda: _store(job), emit)
         except BaseException as error:
             code = error.code if isinstance(error, EplbError) else ""
             text = {"error": type(error).__name__, "code": code, "message": str(error), "trace": traceback.format_exc()}
@@ -60,6 +60,7 @@ def _end_with_parent() -> None:
 
 
 def _store(job: Mapping[str, Any]) -> Any:
+    """Connect to the store of this launch, which rank 0 hosts; imports torch, so only for ranks that ask for it."""
     dist: Any = importlib.import_module("torch.distributed")
     return dist.TCPStore(
         "127.0.0.1",
