@@ -1,0 +1,1 @@
+"""The ``nixl`` backend of eplb-core: expert weights by one-sided NIXL reads, zero-copy or staged."""

@@ -1,0 +1,241 @@
+"""One NIXL agent under one lock, its failures as `NixlError`, and everything it hands out given back at its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from eplb_nixl.descriptors import IndexArray, expand
+from eplb_nixl.library import Library, NixlError
+from eplb_nixl.wire import AddressArray
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A piece of memory to register.
+
+    Parameters
+    ----------
+    start, nbytes : int
+        Address and size.
+    memory_type : str
+        "DRAM" or "VRAM".
+    device_index : int
+        0 for DRAM.
+    """
+
+    start: int
+    nbytes: int
+    memory_type: str
+    device_index: int
+
+    @property
+    def descriptor(self) -> tuple[int, int, int, str]:
+        """As NIXL takes it."""
+        return self.start, self.nbytes, self.device_index, ""
+
+
+class Agent:
+    """A NIXL agent.
+
+    Thread rule: every call into NIXL is made under `lock`, so any thread may call any method; two threads' calls follow
+    one another. NIXL's own locks (its sync mode) are on as well, for the finalisers of its Python objects, which run in
+    whatever thread collects them. Nothing sleeps under the lock, but a post over shared memory copies under it.
+
+    Parameters
+    ----------
+    library : Library
+        NIXL as loaded.
+    name : str
+        Unique among all agents that will ever meet.
+    backends : sequence of str
+        NIXL's plugins to create.
+    num_threads : int
+        For its UCX backend.
+    progress_thread : bool
+        NIXL's own.
+    transport : str
+        The only one UCX may use; empty leaves the choice to UCX.
+
+    Raises
+    ------
+    NixlError
+        A backend cannot be created.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        name: str,
+        *,
+        backends: Sequence[str] = ("UCX",),
+        num_threads: int = 0,
+        progress_thread: bool = False,
+        transport: str = "",
+    ) -> None:
+        self.library = library
+        self.name = name
+        self.lock = threading.RLock()
+        self._registered: list[Any] = []
+        self._lists: list[Any] = []
+        self._reads: set[Any] = set()
+        self._peers: list[str] = []
+        self._agent: Any = None
+        api = library.api
+        with self.lock, self._translating(f"create an agent with backends {', '.join(backends)}"):
+            config = api.nixl_agent_config(
+                enable_prog_thread=progress_thread,
+                num_threads=num_threads,
+                backends=[],
+                sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+            )
+            agent = api.nixl_agent(name, config)
+            for backend in backends:
+                parameters = {"num_threads": str(num_threads)} if num_threads and backend == "UCX" else {}
+                if transport:
+                    parameters["engine_config"] = f"TLS={transport}"
+                agent.create_backend(backend, parameters)
+            self._agent = agent
+
+    @property
+    def is_open(self) -> bool:
+        """False once closed."""
+        return self._agent is not None
+
+    def memory_types(self, backend: str) -> list[str]:
+        """Return the memory types a backend says it takes, such as "DRAM_SEG"."""
+        with self._calling("ask a backend for its memory types") as agent:
+            return list(agent.get_backend_mem_types(backend))
+
+    def register(self, memory: Memory) -> None:
+        """Register one piece of memory, which must overlap no other (NIXL crashes at the end when it does)."""
+        with self._calling(f"register {memory.nbytes} bytes of {memory.memory_type}") as agent:
+            descriptors = agent.get_reg_descs([memory.descriptor], memory.memory_type)
+            agent.register_memory(descriptors)
+            self._registered.append(descriptors)
+
+    def deregister_all(self) -> None:
+        """Take every registration back."""
+        with self._calling("deregister memory") as agent:
+            while self._registered:
+                agent.deregister_memory(self._registered.pop())
+
+    def metadata(self, memory: Sequence[Memory]) -> bytes:
+        """Return what peers need to connect and to read these registered pieces, all of one memory type."""
+        with self._calling("describe itself") as agent:
+            descriptors = agent.get_reg_descs([each.descriptor for each in memory], memory[0].memory_type)
+            return bytes(agent.get_partial_agent_metadata(descriptors, inc_conn_info=True))
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Make a peer known; return the name NIXL found in its metadata."""
+        with self._calling("load a peer's metadata") as agent:
+            given: bytes | str = agent.add_remote_agent(metadata)
+            name = given.decode(errors="replace") if isinstance(given, bytes) else given
+            if name not in self._peers:
+                self._peers.append(name)
+            return name
+
+    def remove_peer(self, name: str) -> None:
+        """Forget a peer."""
+        with self._calling(f"remove {name}") as agent:
+            agent.remove_remote_agent(name)
+            self._peers.remove(name)
+
+    def prepare(self, peer: str | None, blocks: AddressArray, memory_type: str) -> Any:
+        """Prepare a list of rows to name by index later.
+
+        Parameters
+        ----------
+        peer : str or None
+            Whose memory; None is this agent's.
+        blocks : AddressArray
+            See `eplb_nixl.descriptors.blocks_of`.
+        memory_type : str
+            Of that memory.
+
+        Returns
+        -------
+        object
+            For `make_read`.
+        """
+        whose = f"rows of {peer}" if peer else "landing rows"
+        with self._calling(f"prepare {int(blocks[:, 4].sum())} {whose}") as agent:
+            descriptors = blocks if self.library.strided else expand(blocks)
+            prepared = agent.prep_xfer_dlist(peer or "NIXL_INIT_AGENT", descriptors, mem_type=memory_type)
+            self._lists.append(prepared)
+            return prepared
+
+    def make_read(self, local: Any, local_index: IndexArray, remote: Any, remote_index: IndexArray) -> Any:
+        """Make a READ of remote rows into local rows, by index; it is not posted yet."""
+        with self._calling(f"make a READ of {len(local_index)} rows") as agent:
+            read = agent.make_prepped_xfer("READ", local, local_index, remote, remote_index)
+            self._reads.add(read)
+            return read
+
+    def post(self, read: Any) -> str:
+        """Start a READ; return "DONE", "PROC" or another state."""
+        with self._calling("post a READ") as agent:
+            return str(agent.transfer(read))
+
+    def state(self, read: Any) -> str:
+        """Move things on and return a READ's state: "DONE", "PROC" or another."""
+        with self._calling("check a READ") as agent:
+            return str(agent.check_xfer_state(read))
+
+    def release(self, read: Any) -> None:
+        """Give a READ back. One that is in flight still writes into landing memory afterwards."""
+        with self._calling("release a READ") as agent:
+            agent.release_xfer_handle(read)
+            self._reads.discard(read)
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """Send a notification."""
+        with self._calling(f"notify {peer}") as agent:
+            agent.send_notif(peer, message)
+
+    def progress(self) -> dict[str, list[bytes]]:
+        """Move things on; return the notifications that came, by agent name."""
+        with self._calling("make progress") as agent:
+            notifications: dict[str, list[bytes]] = agent.get_new_notifs()
+            return notifications
+
+    def close(self) -> None:
+        """Give everything back and end the agent. Waits for no peer; what NIXL refuses on the way out is left to it."""
+        with self.lock:
+            agent, self._agent = self._agent, None
+            if agent is None:
+                return
+            for read in self._reads:
+                with suppress(*self.library.errors):
+                    agent.release_xfer_handle(read)
+            for prepared in self._lists:
+                with suppress(*self.library.errors):
+                    agent.release_dlist_handle(prepared)
+            for peer in self._peers:
+                with suppress(*self.library.errors):  # gone already, when it disconnected first
+                    agent.remove_remote_agent(peer)
+            for descriptors in self._registered:
+                with suppress(*self.library.errors):
+                    agent.deregister_memory(descriptors)
+            self._reads.clear()
+            self._lists.clear()
+            self._peers.clear()
+            self._registered.clear()
+
+    @contextmanager
+    def _calling(self, what: str) -> Iterator[Any]:
+        with self.lock:
+            if self._agent is None:
+                raise NixlError(f"NIXL cannot {what}: the agent is closed")
+            with self._translating(what):
+                yield self._agent
+
+    @contextmanager
+    def _translating(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except self.library.errors as error:
+            raise NixlError(f"NIXL could not {what}: {str(error) or type(error).__name__}") from error

@@ -1,0 +1,44 @@
+"""When NIXL must not be touched any more, and how what it still holds is kept for as long as the process lives."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+
+_GONE = re.compile(r"\brank \d+ is gone\b", re.IGNORECASE)
+
+
+class PeerWatch:
+    """Knows whether a peer has died, as far as ``context.cancelled()`` tells.
+
+    Over transports without one-sided reads (TCP) UCX serves a READ at its source, from a request that the reader sent.
+    When the reader dies, the requests it left in the socket are still taken up by the source's next progress, the reply
+    finds the endpoint failed, and UCX 1.23 ends the process ("Fatal: unexpected error", in ucp_request_try_send): a
+    killed rank takes the survivors with it. Ending the agent without progress is safe. So before any call that makes
+    progress this is asked, and after a death there are no such calls; the epoch is over then anyway.
+
+    Parameters
+    ----------
+    cancelled : callable
+        The context's; cheap, for it looks only every few milliseconds.
+    """
+
+    def __init__(self, cancelled: Callable[[], str | None]) -> None:
+        self._cancelled = cancelled
+        self._is_gone = False
+
+    def may_progress(self) -> bool:
+        """Return False from the first moment a peer is known to be gone."""
+        if not self._is_gone:
+            reason = self._cancelled()
+            self._is_gone = reason is not None and _GONE.search(reason) is not None
+        return not self._is_gone
+
+
+def make_immortal(thing: object) -> None:
+    """Keep an object, and all it refers to, until the process ends, without running finalisers even then.
+
+    A list in a module would be emptied when the interpreter shuts down, and NIXL's finalisers make progress.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -1,0 +1,160 @@
+"""The peers this rank reads from: metadata checked, agents known, rows prepared, announcements taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from eplb_core.backend import BackendContext, PeerMetadata
+from eplb_core.errors import MetadataError
+from eplb_core.plan import TransferPlan
+from eplb_nixl.agent import Agent
+from eplb_nixl.descriptors import IndexArray, RowIndex
+from eplb_nixl.library import NixlError
+from eplb_nixl.warmup import WarmUp
+from eplb_nixl.wire import SourceRecord, announced_sequence
+
+LABEL = "NIXL"
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """A connected peer: what it said of itself, the prepared list of its rows, the transfers it has announced."""
+
+    record: SourceRecord
+    rows: Any
+    announced: set[int]
+
+
+def agent_name_prefix(communicator: str, rank: int, epoch: int) -> str:
+    """Return how the names of a rank's agents start; a random part follows."""
+    return f"eplb-{communicator}-{rank}-{epoch}-"
+
+
+class Sources:
+    """Connected peers.
+
+    Parameters
+    ----------
+    agent : Agent
+        The reader.
+    context : BackendContext
+        Whose epoch it is.
+    index : RowIndex
+        Numbers of rows; the same on every rank.
+    warm_up : WarmUp
+        Makes the connections.
+    """
+
+    def __init__(self, agent: Agent, context: BackendContext, index: RowIndex, warm_up: WarmUp) -> None:
+        self._agent = agent
+        self._context = context
+        self._index = index
+        self._warm_up = warm_up
+        self._sources: dict[int, _Source] = {}
+        self._rank_of: dict[str, int] = {}
+
+    def accept(self, peer: PeerMetadata) -> SourceRecord:
+        """Check that a payload is what the peer of that rank wrote in this epoch, for these layouts.
+
+        Raises
+        ------
+        MetadataError
+            EPLB-M005 when it is damaged, swapped or stale, EPLB-M004 when the peer runs another NIXL.
+        """
+        try:
+            record = SourceRecord.from_bytes(peer.payload)
+        except ValueError as error:
+            raise _refused(peer.rank, str(error)) from error
+        epoch = self._context.epoch
+        if (record.rank, record.epoch) != (peer.rank, epoch):
+            problem = f"its NIXL metadata is of rank {record.rank} in epoch {record.epoch}"
+            raise _refused(peer.rank, f"{problem}, expected rank {peer.rank} in epoch {epoch}")
+        expected = agent_name_prefix(self._context.name, peer.rank, epoch)
+        if not record.agent_name.startswith(expected):
+            problem = f"its NIXL agent is called {record.agent_name!r}"
+            raise _refused(peer.rank, f"{problem}, expected {expected!r} and a random part")
+        if peer.rank in self._sources:
+            raise _refused(peer.rank, "it is connected already")
+        own = self._agent.library.version
+        if record.library_version != own:
+            raise MetadataError(
+                "EPLB-M004",
+                label=LABEL,
+                field="library version",
+                peer=peer.rank,
+                local=own,
+                remote=record.library_version,
+                detail="Install the same NIXL on every node.",
+            )
+        num_slots = 1 if record.mode == "zero_copy" else self._context.staging_layers
+        expected_shape = (num_slots, self._index.num_tensors)
+        if record.bases.shape != expected_shape:
+            problem = f"its NIXL metadata has {record.bases.shape[0]} slots of {record.bases.shape[1]} tensors"
+            raise _refused(peer.rank, f"{problem}, expected {num_slots} of {self._index.num_tensors} ({record.mode})")
+        return record
+
+    def connect(self, peer: int, record: SourceRecord) -> None:
+        """Make an accepted peer's agent and rows known, and begin its warm-up.
+
+        Raises
+        ------
+        MetadataError
+            EPLB-M005, when NIXL finds another agent in its metadata.
+        NixlError
+            NIXL refuses.
+        """
+        name = self._agent.add_peer(record.agent_metadata)
+        if name != record.agent_name:
+            self._agent.remove_peer(name)
+            raise _refused(peer, f"NIXL found agent {name!r} in its metadata, expected {record.agent_name!r}")
+        blocks = self._index.blocks(record.bases, record.device_index)
+        self._sources[peer] = _Source(record, self._agent.prepare(name, blocks, record.memory_type), set())
+        self._rank_of[name] = peer
+        self._warm_up.begin(peer, record)
+
+    def rows(self, peer: int, plan: TransferPlan, share: slice) -> tuple[Any, IndexArray]:
+        """Return a peer's prepared list and the numbers in it of a share of the plan's receives."""
+        source = self._source(peer)
+        receives = plan.receives
+        slot = plan.slot if source.record.mode == "staged" else 0
+        return source.rows, self._index.rows(plan.layer, slot, receives.tensor[share], receives.peer_row[share])
+
+    def readiness(self, peer: int, sequence: int) -> Callable[[], bool] | None:
+        """Return what says whether a staged peer has announced a transfer; None for a zero-copy peer."""
+        source = self._source(peer)
+        return None if source.record.mode == "zero_copy" else lambda: sequence in source.announced
+
+    def notify(self, peer: int, message: bytes) -> None:
+        """Send a peer a notification."""
+        self._agent.notify(self._source(peer).record.agent_name, message)
+
+    def take_announcements(self) -> None:
+        """Make progress and note which transfers were announced."""
+        for name, messages in self._agent.progress().items():
+            peer = self._rank_of.get(name)
+            if peer is None:
+                continue
+            announced = self._sources[peer].announced
+            for message in messages:
+                sequence = announced_sequence(message, self._context.epoch)
+                if sequence is not None:
+                    # Older ones belong to transfers that were given up; slots bound how far apart the others can be.
+                    announced -= {each for each in announced if each + self._context.staging_layers < sequence}
+                    announced.add(sequence)
+
+    def forget(self, sequence: int) -> None:
+        """Forget the announcements of a transfer that is over."""
+        for source in self._sources.values():
+            source.announced.discard(sequence)
+
+    def _source(self, peer: int) -> _Source:
+        source = self._sources.get(peer)
+        if source is None:
+            raise NixlError(f"rank {peer} is not connected")
+        return source
+
+
+def _refused(peer: int, problem: str) -> MetadataError:
+    return MetadataError("EPLB-M005", peer=peer, problem=problem)

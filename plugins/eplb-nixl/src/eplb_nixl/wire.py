@@ -1,0 +1,158 @@
+"""What this rank tells its peers: agent metadata and one base address per tensor, in a binary form of our own."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+AddressArray = npt.NDArray[np.uint64]
+
+MAGIC = b"EPNX"
+FORMAT = 1
+_MODES: tuple[Literal["zero_copy", "staged"], ...] = ("zero_copy", "staged")
+_MEMORY = ("DRAM", "VRAM")
+
+# magic, format, mode, memory type, rank, epoch, device, slots, tensors, warm-up address, lengths of agent name,
+# NIXL version and agent metadata.
+_HEADER = struct.Struct("<4sHBBIQIIIQHHI")
+_CHECKSUM = struct.Struct("<I")
+
+
+@dataclass(frozen=True, eq=False)
+class SourceRecord:
+    """How a rank's rows can be read.
+
+    Parameters
+    ----------
+    rank, epoch : int
+        Whose, and of which epoch.
+    agent_name : str
+        The name under which NIXL knows it.
+    library_version : str
+        NIXL's; its metadata is read by the same version only.
+    mode : {"zero_copy", "staged"}
+        staged: wait for this rank's announcement before each READ.
+    memory_type : str
+        NIXL's name of the memory that is read, "DRAM" or "VRAM".
+    device_index : int
+        Of that memory; 0 for DRAM.
+    bases : AddressArray
+        ``[num_slots, num_tensors]``: where each tensor's grid of rows starts. Tensors are counted over all layers, in
+        order. Zero-copy has one slot, live memory; staged has one per landing slot. Strides are the layout's.
+    warm_address : int
+        What the first READ between two agents reads, in the same kind of memory; see `eplb_nixl.warmup`.
+    agent_metadata : bytes
+        NIXL's own.
+    """
+
+    rank: int
+    epoch: int
+    agent_name: str
+    library_version: str
+    mode: Literal["zero_copy", "staged"]
+    memory_type: str
+    device_index: int
+    bases: AddressArray
+    warm_address: int
+    agent_metadata: bytes
+
+    def to_bytes(self) -> bytes:
+        """Return the wire form: header, name, version, metadata, addresses, checksum of all that."""
+        name, version = self.agent_name.encode(), self.library_version.encode()
+        num_slots, num_tensors = self.bases.shape
+        header = _HEADER.pack(
+            MAGIC,
+            FORMAT,
+            _MODES.index(self.mode),
+            _MEMORY.index(self.memory_type),
+            self.rank,
+            self.epoch,
+            self.device_index,
+            num_slots,
+            num_tensors,
+            self.warm_address,
+            len(name),
+            len(version),
+            len(self.agent_metadata),
+        )
+        addresses = np.ascontiguousarray(self.bases, dtype="<u8").tobytes()
+        body = b"".join((header, name, version, self.agent_metadata, addresses))
+        return body + _CHECKSUM.pack(zlib.crc32(body))
+
+    @classmethod
+    def from_bytes(cls, payload: bytes) -> SourceRecord:
+        """Read the wire form.
+
+        Parameters
+        ----------
+        payload : bytes
+            Of `to_bytes`, or anything at all.
+
+        Returns
+        -------
+        SourceRecord
+            Every field within its bounds; whose it is, the caller checks.
+
+        Raises
+        ------
+        ValueError
+            It is no such record; the message says why.
+        """
+        if len(payload) < _HEADER.size + _CHECKSUM.size:
+            raise ValueError(f"its NIXL metadata has {len(payload)} bytes, too few")
+        fields = _HEADER.unpack_from(payload)
+        magic, form, mode, memory, rank, epoch, device, num_slots, num_tensors, warm_address, *lengths = fields
+        if magic != MAGIC:
+            raise ValueError("its NIXL metadata does not start as such metadata does")
+        if form != FORMAT:
+            raise ValueError(f"its NIXL metadata has format {form}, this rank reads format {FORMAT}")
+        expected = _HEADER.size + sum(lengths) + 8 * num_slots * num_tensors + _CHECKSUM.size
+        if len(payload) != expected:
+            raise ValueError(f"its NIXL metadata has {len(payload)} bytes where its header promises {expected}")
+        body, (checksum,) = payload[: -_CHECKSUM.size], _CHECKSUM.unpack(payload[-_CHECKSUM.size :])
+        if zlib.crc32(body) != checksum:
+            raise ValueError("the checksum of its NIXL metadata is wrong")
+        if mode >= len(_MODES) or memory >= len(_MEMORY) or not num_slots:
+            raise ValueError("its NIXL metadata names a mode or memory that does not exist")
+        ends = np.cumsum([_HEADER.size, *lengths]).tolist()
+        name, version, metadata = (body[start:end] for start, end in pairwise(ends))
+        bases = np.frombuffer(body, dtype="<u8", offset=ends[-1]).reshape(num_slots, num_tensors).astype(np.uint64)
+        try:
+            agent_name, library_version = name.decode(), version.decode()
+        except UnicodeDecodeError:
+            raise ValueError("the agent name in its NIXL metadata is no text") from None
+        return cls(
+            rank=rank,
+            epoch=epoch,
+            agent_name=agent_name,
+            library_version=library_version,
+            mode=_MODES[mode],
+            memory_type=_MEMORY[memory],
+            device_index=device,
+            bases=bases,
+            warm_address=warm_address,
+            agent_metadata=metadata,
+        )
+
+
+_ANNOUNCEMENT = struct.Struct("<4sQQ")
+_ANNOUNCED = b"EPRD"
+
+
+def announcement(epoch: int, sequence: int) -> bytes:
+    """Return the notification by which a staged source says that its rows of a transfer can be read."""
+    return _ANNOUNCEMENT.pack(_ANNOUNCED, epoch, sequence)
+
+
+def announced_sequence(message: bytes, epoch: int) -> int | None:
+    """Return the sequence number that a notification announces; None when it is none of this epoch."""
+    if len(message) != _ANNOUNCEMENT.size:
+        return None
+    magic, of_epoch, sequence = _ANNOUNCEMENT.unpack(message)
+    return int(sequence) if magic == _ANNOUNCED and of_epoch == epoch else None
