@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import struct
 import time
 from collections.abc import Callable
@@ -263,8 +264,10 @@ def _limit_sockets(store: Any, timeout_s: float) -> None:
     table = Path("/proc/self/fd")
     for name in os.listdir(table) if table.exists() else ():
         try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
             connection = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # closed meanwhile, or no socket
+        except OSError:  # closed meanwhile
             continue
         with connection:
             try:

@@ -1,0 +1,93 @@
+"""Case 21 and I10: whatever the number of rearrangements, the process and the store stay as they are."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import eplb_core as eplb
+import psutil
+import pytest
+from eplb_core.testing.ranks import Rank, run_ranks
+
+from tests.support.backends import BackendCase, every_backend
+from tests.support.model import Model, shuffles
+
+ROW_NBYTES = [[4096, 24], [65_536, 8]]
+
+
+def footprint(rank: Rank) -> dict[str, int]:
+    gc.collect()
+    process = psutil.Process()
+    return {
+        "fds": len(os.listdir("/proc/self/fd")),
+        "os threads": process.num_threads(),
+        "python threads": threading.active_count(),
+        "rss KiB": process.memory_info().rss >> 10,
+        "store keys": rank.store().num_keys(),
+    }
+
+
+def many_rounds(rank: Rank, backend: str, rounds: int, warm_up: int):
+    maps = shuffles(5, len(ROW_NBYTES), rank.world_size, 4, redundant=2)
+    model = Model(rank.rank, 4, ROW_NBYTES)
+    model.fill(maps[0])
+    config = eplb.EPLBConfig(communicator=backend, use_async=False, timeout_s=30)
+    with eplb.Communicator(config, model.weights, rank.control()) as comm:
+        held = maps[0]
+        for number in range(rounds):
+            if number == warm_up:
+                before = footprint(rank)
+            held = comm.rearrange(held, maps[(number + 1) % len(maps)]).physical_to_logical_map
+        after = footprint(rank)
+    return before, after, model.wrong_rows(held)
+
+
+def check(backend: BackendCase, rounds: int, warm_up: int, rss_kib: int) -> None:
+    for before, after, wrong in run_ranks(
+        2, many_rounds, backend.name, rounds, warm_up, timeout_s=900, env=backend.env
+    ):
+        print(f"\n{backend.name} {backend.env or ''} after {warm_up} and after {rounds} rounds: {before} {after}")
+        assert wrong == []
+        # the footprint itself opens one connection to the store; ranks look at the keys at slightly different moments
+        for what, slack in (("fds", 1), ("os threads", 0), ("python threads", 0), ("store keys", 8)):
+            assert after[what] <= before[what] + slack, (what, before, after)
+        assert after["rss KiB"] <= before["rss KiB"] + rss_kib
+
+
+@every_backend
+def test_sixty_rearrangements_leave_nothing_behind(backend: BackendCase) -> None:
+    check(backend, 60, 20, rss_kib=8 << 10)
+
+
+@every_backend
+@pytest.mark.soak
+@pytest.mark.timeout(1000)
+def test_a_thousand_rearrangements_leave_nothing_behind(backend: BackendCase) -> None:
+    check(backend, 1000, 100, rss_kib=16 << 10)
+
+
+def many_lives(rank: Rank, backend: str, lives: int):
+    maps = shuffles(2, len(ROW_NBYTES), rank.world_size, 4)
+    model = Model(rank.rank, 4, ROW_NBYTES)
+    model.fill(maps[0])
+    config = eplb.EPLBConfig(communicator=backend, use_async=False, timeout_s=30)
+    control = rank.control()
+    held, seen = 0, []
+    for _ in range(lives):
+        with eplb.Communicator(config, model.weights, control) as comm:
+            comm.rearrange(maps[held], maps[1 - held])
+        held = 1 - held
+        seen.append(footprint(rank))
+    return seen, model.wrong_rows(maps[held])
+
+
+@every_backend
+@pytest.mark.slow
+def test_twenty_communicators_one_after_another_return_threads_and_descriptors(backend: BackendCase) -> None:
+    """Case 9."""
+    for seen, wrong in run_ranks(2, many_lives, backend.name, 20, timeout_s=150, env=backend.env):
+        assert wrong == []
+        assert max(s["fds"] for s in seen[15:]) <= max(s["fds"] for s in seen[2:7])
+        assert max(s["os threads"] for s in seen[15:]) <= max(s["os threads"] for s in seen[2:7])
