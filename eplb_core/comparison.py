@@ -124,8 +124,7 @@ def _of_options(local: RankRecord, peer: RankRecord) -> MetadataError | None:
     names = [
         name
         for name in sorted(local.options.keys() | peer.options.keys())
-        if (name in local.options) != (name in peer.options)
-        or exact(local.options.get(name)) != exact(peer.options.get(name))
+        if exact(local.options.get(name)) != exact(peer.options.get(name))  # None is no option's value
     ]
     if not names:
         return None
