@@ -56,7 +56,7 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a program that can import the fake device, in a process of its own."""
     command = [sys.executable, "-c", code, *(str(argument) for argument in arguments)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=150, env=environment)
 
 
 # ---- tensors
