@@ -257,8 +257,8 @@ class GlooBackend:
         if transfer.failure is None and _finish_all(transfer, time.monotonic()) is None:
             self._done(transfer)
             return True
-        self._sever(f"layer {transfer.layer} phase transfer", reason)
-        self._drop(transfer)
+        self._sever(f"layer {transfer.layer}, phase abort", reason)
+        self._drop(transfer, reason)
         return False
 
     def close(self, force: bool = False) -> bool:
@@ -276,7 +276,7 @@ class GlooBackend:
         if self._in_flight:
             self._sever("close", "the backend was closed")
         for transfer in list(self._in_flight.values()):
-            self._drop(transfer)
+            self._drop(transfer, "the backend was closed")
         if self._watch is not None:
             self._watch.close()
         if self._group is not None:
@@ -350,12 +350,13 @@ class GlooBackend:
             handle.sends.append((peer, group.send(buffer, place, tag)))
 
     def _done(self, transfer: LayerTransfer) -> TransferReceipt:
-        self._drop(transfer)
+        self._drop(transfer, None)
         transfer.receipt = TransferReceipt(transfer.nbytes_received, transfer.nbytes_sent)
         return transfer.receipt
 
-    def _drop(self, transfer: LayerTransfer) -> None:
+    def _drop(self, transfer: LayerTransfer, failure: str | None) -> None:
         """Forget posted operations; each holds a connection, a buffer and memory of the layer."""
+        transfer.failure = transfer.failure or failure
         transfer.receives, transfer.sends = [], []
         if self._in_flight.get(transfer.slot) is transfer:
             del self._in_flight[transfer.slot]

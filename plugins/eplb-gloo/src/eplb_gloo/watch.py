@@ -83,7 +83,7 @@ class CancelWatch:
     def _look(self) -> None:
         try:
             self.reason = self._cancelled()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the waiting thread raises it
+        except Exception as error:  # whatever it is, the waiting thread raises it
             self.failure = error
         if self.reason or self.failure:
             self._sever()
