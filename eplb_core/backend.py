@@ -90,8 +90,9 @@ class StagingInfo:
         ``"module:Class"`` of a `StagingAllocator`.
     device_types : tuple of str
         Device types its memory can stage for; ``("*",)`` is any.
-    memory : {"host", "device"}
-        Where its memory lies.
+    memory : {"host", "device", "any"}
+        Where its memory lies: on the host, on the weights' device, or on either, as asked for. Naming one for a backend
+        that stages in the other is a `ConfigError`.
     requires : tuple of str
         See `BackendInfo`.
     install_hint : str
@@ -105,7 +106,7 @@ class StagingInfo:
     api_version: int
     target: str
     device_types: tuple[str, ...] = ("*",)
-    memory: Literal["host", "device"] = "host"
+    memory: Literal["host", "device", "any"] = "host"
     requires: tuple[str, ...] = ()
     install_hint: str = ""
     available: Callable[[], str | None] | None = None
@@ -160,26 +161,79 @@ class StagingBlock:
 
 @dataclass(frozen=True)
 class StagingStats:
-    """Bytes of a `StagingAllocator`: held by blocks now, at the peak, and in its pool."""
+    """Bytes of a `StagingAllocator`.
+
+    Parameters
+    ----------
+    nbytes_in_use : int
+        Taken by the blocks that are out, what the pool rounds up included.
+    nbytes_peak : int
+        The most that `nbytes_in_use` has been.
+    nbytes_pool : int
+        Held beside those: released blocks that wait for their event, and what the allocator's own pool caches.
+    nbytes_rounding : int
+        What rounding adds to `nbytes_in_use`; 0 where the allocator cannot tell.
+    """
 
     nbytes_in_use: int
     nbytes_peak: int
     nbytes_pool: int
+    nbytes_rounding: int = 0
 
 
 @runtime_checkable
 class StagingAllocator(Protocol):
     """Owns memory for landing and send buffers; the core and the backends own the leases.
 
-    An allocator is built as ``Target(device)`` with the `torch.device` of the weights.
+    An allocator is built as ``Target(device)`` with the `torch.device` of the weights, one for each communicator, and
+    used from several threads. The core's leases are the landing slots, a backend's its send slots: blocks are asked for
+    when a communicator is built or rebuilt and given back when it is closed, never in between, so whatever the world
+    size at most ``2 * staging_layers`` are out at a time. `eplb_core.leases.Leases` keeps the books that `release` and
+    `stats` need.
+
+    A class may also have a classmethod ``probe(device) -> Mapping[str, str]``: import the library, try it for weights
+    on that device, and return facts to show, or raise with the remedy. The core calls it before it builds one;
+    ``eplb backends --probe`` calls it in a process of its own.
     """
 
     def allocate(self, nbytes: int, device: torch.device) -> StagingBlock:
-        """Return a block of at least `nbytes` on `device`; CPU means host memory fit for the weights' device."""
+        """Return a block on a device.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size, from 0 on.
+        device : torch.device
+            The weights' device, or the CPU for host memory fit for it.
+
+        Returns
+        -------
+        StagingBlock
+            uint8 ``[nbytes]``, contiguous, at a multiple of 64 bytes, contents undefined; ``owner`` is the allocator's.
+
+        Raises
+        ------
+        TransferError
+            EPLB-T010: memory that it does not have, or none left.
+        """
         ...
 
     def release(self, block: StagingBlock, event: object | None = None) -> None:
-        """Take a block back; it is reused only after `event` (a recorded device event) has completed."""
+        """Take a block back.
+
+        Parameters
+        ----------
+        block : StagingBlock
+            One of this allocator's, once.
+        event : object or None
+            A recorded device event: anything whose ``query()`` says whether what reads or writes the block has
+            completed. The memory is not handed out again, nor given back to anybody, before that.
+
+        Raises
+        ------
+        TransferError
+            EPLB-T010: not a block that is out.
+        """
         ...
 
     def stats(self) -> StagingStats:

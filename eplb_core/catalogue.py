@@ -147,9 +147,9 @@ _add(
 _add(
     "EPLB-C011",
     "Unknown staging allocator {staging!r}.",
-    meaning="No installed plugin offers a staging allocator of that name, or it cannot be used here.",
+    meaning="No installed plugin offers a staging allocator of that name.",
     when="When the Communicator is built with EPLBConfig(staging=...).",
-    situations=["the plugin is not installed", "its library does not load on this machine"],
+    situations=["a misspelt name", "the plugin is not installed, or was skipped"],
     solutions=[
         "pip install eplb-cupy for cupy_pinned and cupy_device",
         "leave staging unset for torch's own allocator",
@@ -162,6 +162,31 @@ _add(
     when="When the policy is looked up.",
     situations=["a misspelt name", "the plugin is not installed"],
     solutions=["use policy='default'", "install the plugin that offers it"],
+)
+
+_add(
+    "EPLB-C013",
+    "Cannot write a new backend: {problem}.",
+    meaning="'eplb new-backend' writes a whole distribution into a new or empty folder, named so that it fits a package.",
+    when="In 'eplb new-backend', before anything is written.",
+    situations=["the folder holds files already", "the name has characters that no package name may have"],
+    solutions=["name an empty folder as the second argument", "choose a name of letters, digits, '-' and '_'"],
+)
+_add(
+    "EPLB-C014",
+    "Staging allocator {staging!r} cannot be used: {reason}.",
+    meaning="The allocator is installed, but does not work on this machine, for these weights, or with this backend.",
+    when="When the Communicator is built with EPLBConfig(staging=...); also in 'eplb backends --probe'.",
+    situations=[
+        "its library does not load, or there is no driver",
+        "two CuPy distributions are installed, or one for another CUDA than torch's",
+        "an allocator of device memory was named for a backend that stages on the host, or the other way round",
+    ],
+    solutions=[
+        "follow the reason given",
+        "run 'eplb backends --probe'",
+        "leave staging unset for torch's own allocator",
+    ],
 )
 
 # --- D: discovery -----------------------------------------------------------------------------------------------------

@@ -6,17 +6,18 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from pydantic import BaseModel, ValidationError
 
+from eplb_core.allocation import build_allocator
 from eplb_core.backend import BackendInfo
 from eplb_core.config import EPLBConfig
 from eplb_core.control import ControlPlane, StoreGone
-from eplb_core.discovery import Catalog, discover, load_target
+from eplb_core.discovery import discover, load_target
 from eplb_core.errors import ConfigError, DiscoveryError, EplbError, PlanError, TransferError, error_for
 from eplb_core.generation import Generation
 from eplb_core.layout import Layout, build_layout, check_landing
@@ -25,13 +26,10 @@ from eplb_core.metadata import map_digest
 from eplb_core.plan import PlacementPlan, check_maps, plan_moves
 from eplb_core.report import RearrangeReport
 from eplb_core.selection import select
-from eplb_core.session import Assembly, Session, refuse
+from eplb_core.session import Assembly, Session, landing_device, refuse
 from eplb_core.settle import settle
 from eplb_core.streams import Streams
 from eplb_core.vote import Ballot, Vote
-
-if TYPE_CHECKING:
-    from eplb_core.backend import StagingAllocator
 
 logger = logging.getLogger("eplb_core")
 
@@ -101,7 +99,7 @@ class Communicator:
                 problem = f"landing= was given, and {self._assembly.info.name} packs its landing memory"
                 raise ConfigError("EPLB-C010", problem=problem)
             self._host_landing = None if landing is None else check_landing(landing, layout)
-        self._ledger = Ledger(name, self._assembly.info.name, layout)
+        self._ledger = Ledger(name, self._assembly.info.name, layout, self._assembly.allocator)
         self._ledger.epoch = epoch
         self._session = Session(self._assembly, control, epoch, members, device_group, self._host_landing)
 
@@ -402,8 +400,7 @@ class Communicator:
         """Close an epoch's backend; keep it, and its landing memory, for ever when it may still be written."""
         safe = session.close_backend(force=True) or not self._ledger.undrained
         session.goodbye()
-        if safe:
-            session.landing.release()
+        if safe and self._give_landing_back(session):
             return
         if len(self._quarantine) >= self.config.staging_layers:
             problem = f"{len(self._quarantine)} sets of landing memory are quarantined, as many as the limit allows"
@@ -412,6 +409,17 @@ class Communicator:
             raise TransferError("EPLB-T009", problem="the host's landing= may still be written; give a new one")
         self._quarantine.append(session)
         self._ledger.quarantined_nbytes += session.landing.nbytes
+
+    def _give_landing_back(self, session: Session) -> bool:
+        """Release the slots, each guarded by what may still read it; False when the device cannot tell."""
+        try:
+            # A commit may have run on another stream than the caller's; one that failed, or was settled, left no event.
+            rest = self._assembly.streams.mark()
+        except RuntimeError as error:
+            logger.warning("%s: the landing memory is kept, for the device failed: %s", self.name, error)
+            return False
+        session.landing.release(self._ledger.slot_events, rest)
+        return True
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -439,9 +447,7 @@ class Communicator:
                 session.await_goodbyes(limit_s)
         except StoreGone as gone:
             logger.warning("%s: the store was gone at close: %s", self.name, gone)
-        if safe:
-            session.landing.release()
-        else:
+        if not (safe and self._give_landing_back(session)):
             _NEVER_FREED.append(session)
 
     def __enter__(self) -> Communicator:
@@ -517,7 +523,13 @@ def _assemble(
         options=checked,
         layout=layout,
         streams=Streams(layout.device, stream),
-        allocator=_allocator(config, catalog, layout),
+        allocator=build_allocator(
+            config,
+            catalog,
+            weights=layout.device,
+            staged_on=landing_device(cls, layout.device),
+            backend=info.name,
+        ),
         observers=tuple(observers),
     )
 
@@ -538,16 +550,3 @@ def _check_options(info: BackendInfo, options: Mapping[str, Any] | BaseModel | N
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError("EPLB-C008", backend=info.name, problem=problems) from error
-
-
-def _allocator(config: EPLBConfig, catalog: Catalog, layout: Layout) -> StagingAllocator:
-    name = config.staging or "torch"
-    info = catalog.staging.get(name)
-    if info is None:
-        offered = ", ".join(sorted(catalog.staging))
-        raise ConfigError("EPLB-C011", staging=name, detail=f"Installed: {offered}.")
-    why_not = info.available() if info.available is not None else None
-    if why_not:
-        raise ConfigError("EPLB-C011", staging=name, detail=f"{why_not}. {info.install_hint}".strip())
-    target: Any = load_target(info.target)
-    return target(layout.device)  # type: ignore[no-any-return]

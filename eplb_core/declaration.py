@@ -65,7 +65,7 @@ def contained(doing: str, call: Callable[[], T]) -> T:
     except BaseException as error:
         try:
             text = one_line(str(error))
-        except Exception:  # noqa: BLE001 - a stranger's __str__
+        except Exception:  # a stranger's __str__
             text = "(its message cannot be printed)"
         raise PluginRaisedError(f"{doing} raised {type(error).__name__}{': ' if text else ''}{text}") from error
 
@@ -216,6 +216,10 @@ def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
 
+def _is_memory(value: object) -> bool:
+    return isinstance(value, str) and value in ("host", "device", "any")
+
+
 def _is_options(value: object) -> bool:
     # A model class exists only where pydantic is imported already; importing it here would cost every discovery 0.1 s.
     pydantic = sys.modules.get("pydantic")
@@ -251,7 +255,7 @@ _FIELDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "zero_copy": ("True or False", _is_bool),
     "batched": ("True or False", _is_bool),
     "auto_priority": ("an integer from 0 on or None", _is_priority),
-    "memory": ("'host' or 'device'", lambda value: isinstance(value, str) and value in ("host", "device")),
+    "memory": ("'host', 'device' or 'any'", _is_memory),
     "requires": ("a tuple of module names", _are_modules),
     "install_hint": ("one line of text", _is_line),
     "available": ("callable or None", lambda value: value is None or callable(value)),

@@ -196,8 +196,9 @@ _CORE = Origin("eplb_core", "eplb-core", __version__)
 
 def _core_offers() -> list[Offer]:
     placement = "eplb_core.balancing.placement:rebalance_experts"
+    torch_staging = "eplb_core.staging:TorchStaging"
     return [
-        ("staging", StagingInfo("torch", "torch's own allocator", API_VERSION, "eplb_core.staging:TorchStaging")),
+        ("staging", StagingInfo("torch", "torch's own allocator", API_VERSION, torch_staging, memory="any")),
         ("policy", PolicyInfo("default", "hierarchical EPLB: nodes, then ranks", API_VERSION, placement)),
     ]
 
@@ -212,7 +213,7 @@ def _scan(fail: Callable[[Failure], None]) -> list[_EntryPoint]:
             if ENTRY_POINT_GROUP not in (dist.read_text("entry_points.txt") or ""):
                 continue
             found = [(point.name, point.value) for point in dist.entry_points if point.group == ENTRY_POINT_GROUP]
-        except Exception as error:  # noqa: BLE001 - a stranger's file must not hide all other plugins
+        except Exception as error:  # a stranger's file must not hide all other plugins
             origin = _origin(dist, "entry_points.txt")
             if (origin.distribution, origin.version) not in unreadable:
                 unreadable.add((origin.distribution, origin.version))
@@ -232,7 +233,7 @@ def _origin(dist: metadata.Distribution, entry_point: str) -> Origin:
     location = str(dist.locate_file(""))
     try:
         name, version = dist.metadata["Name"] or "", dist.metadata["Version"] or ""
-    except Exception:  # noqa: BLE001 - a folder without METADATA; what it raises differs between Python releases
+    except Exception:  # a folder without METADATA; what it raises differs between Python releases
         name = version = ""
     return Origin(entry_point, name or "a distribution without METADATA", version or "(no version)", location)
 

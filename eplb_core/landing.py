@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,13 @@ class LandingMemory:
         self._layout_name = landing_layout
         nbytes = max(_slot_nbytes(g, landing_layout, num_peers) for g in layout.geometries)
         count = 0 if host_landing is not None else staging_layers
-        self._blocks: list[StagingBlock] = [allocator.allocate(nbytes, landing_device) for _ in range(count)]
+        self._blocks: list[StagingBlock] = []
+        try:
+            for _ in range(count):
+                self._blocks.append(allocator.allocate(nbytes, landing_device))
+        except BaseException:
+            self.release()
+            raise
         self.slots = [block.data for block in self._blocks]
         self.nbytes = sum(slot.numel() for slot in self.slots)
         widest = max((int(n) for g in layout.geometries for n in g.nbytes), default=0)
@@ -70,12 +76,19 @@ class LandingMemory:
             return self.rows[slot][tensor][row]
         return self.slots[slot][offset : offset + nbytes]
 
-    def release(self, event: object | None = None) -> None:
-        """Give the slots back to their allocator."""
-        for block in self._blocks:
-            self._allocator.release(block, event)
-        self._blocks = []
-        self.slots = []
+    def release(self, events: Mapping[int, object] | None = None, rest: object | None = None) -> None:
+        """Give the slots back to their allocator.
+
+        Parameters
+        ----------
+        events : mapping of int to event or None
+            By slot: the recorded event after which nothing reads or writes it.
+        rest : event or None
+            The same for the slots that `events` does not name; None: nothing touches them now.
+        """
+        blocks, self._blocks, self.slots = self._blocks, [], []
+        for slot, block in enumerate(blocks):
+            self._allocator.release(block, (events or {}).get(slot) or rest)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from eplb_core.backend import StagingStats
 from eplb_core.errors import EplbError, PoisonedError, TransferError
 from eplb_core.report import RearrangeReport
 
 if TYPE_CHECKING:
     import torch
 
+    from eplb_core.backend import StagingAllocator
     from eplb_core.generation import Generation, StagedLayer
     from eplb_core.layout import Layout
 
@@ -36,12 +38,16 @@ class Ledger:
         Name of its backend.
     layout : Layout
         What is registered.
+    allocator : StagingAllocator
+        Whose bytes the report shows.
     """
 
-    def __init__(self, name: str, backend: str, layout: Layout) -> None:
+    def __init__(self, name: str, backend: str, layout: Layout, allocator: StagingAllocator) -> None:
         self._name = name
         self._backend = backend
         self._layout = layout
+        self._allocator = allocator
+        self._staging = StagingStats(0, 0, 0)
         self._views: dict[int, list[list[torch.Tensor]]] = {}
         self._sequence = 0
         self._new_map: npt.NDArray[np.int64] | None = None
@@ -209,7 +215,14 @@ class Ledger:
             epoch=self.epoch,
             generation=self.generation,
             quarantined_nbytes=self.quarantined_nbytes,
+            staging=self._staging_now(),
         )
+
+    def _staging_now(self) -> StagingStats:
+        # Releasing asks events, which a failed device answers with an error: it must not hide the one in flight.
+        with suppress(RuntimeError):
+            self._staging = self._allocator.stats()
+        return self._staging
 
     def _reset_counts(self) -> None:
         self._began = time.perf_counter()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from eplb_core.backend import StagingStats
+
 
 @dataclass(frozen=True, eq=False)
 class RearrangeReport:
@@ -33,6 +35,8 @@ class RearrangeReport:
         Which rearrangement it was.
     quarantined_nbytes : int
         Landing memory that an undrained transfer may still write, kept out of use for the life of the process.
+    staging : StagingStats
+        Bytes of landing and send memory, in use and at the peak, as the staging allocator counts them.
     """
 
     committed_layers: tuple[int, ...]
@@ -46,3 +50,4 @@ class RearrangeReport:
     epoch: int = 0
     generation: int = 0
     quarantined_nbytes: int = 0
+    staging: StagingStats = field(default_factory=lambda: StagingStats(0, 0, 0))

@@ -143,21 +143,28 @@ class Session:
             self._build(device_group, host_landing)
 
     def _build(self, device_group: Any, host_landing: list[list[torch.Tensor]] | None) -> None:
-        import torch
-        import torch.distributed as dist
-
         made = self.assembly
         config, layout, cls = made.config, made.layout, made.backend_class
-        landing_device = layout.device if cls.landing_device == "weights" else torch.device("cpu")
         self.landing = LandingMemory(
             layout,
             staging_layers=config.staging_layers,
             landing_layout=cls.landing_layout,
-            landing_device=landing_device,
+            landing_device=landing_device(cls, layout.device),
             num_peers=len(self.members) - 1,
             allocator=made.allocator,
             host_landing=host_landing,
         )
+        try:
+            self._build_backend(device_group, host_landing)
+        except BaseException:
+            self.landing.release()  # nobody is connected who could write there
+            raise
+
+    def _build_backend(self, device_group: Any, host_landing: list[list[torch.Tensor]] | None) -> None:
+        import torch.distributed as dist
+
+        made = self.assembly
+        config, layout, cls = made.config, made.layout, made.backend_class
         context = BackendContext(
             rank=self.rank,
             world_size=self.control.world_size,
@@ -620,6 +627,13 @@ class _Refusal:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
             refuse(self._session.vote("records", "connect, phase records"), self._session.rank, error)
+
+
+def landing_device(backend_class: Any, weights: torch.device) -> torch.device:
+    """Return where a backend wants its landing memory."""
+    import torch
+
+    return weights if backend_class.landing_device == "weights" else torch.device("cpu")
 
 
 def refuse(vote: Vote, rank: int, error: Exception) -> None:

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import operator
-import threading
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 
 from eplb_core.backend import StagingBlock, StagingStats
 from eplb_core.errors import TransferError
-
-
-@runtime_checkable
-class _Event(Protocol):
-    def query(self) -> bool: ...
-
-
-@dataclass(eq=False)
-class _Lease:
-    """Owner of a block: what marks it as handed out by one allocator, and once."""
-
-    allocator: TorchStaging
-    released: bool = False
+from eplb_core.leases import Leases
 
 
 class TorchStaging:
@@ -47,10 +33,14 @@ class TorchStaging:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pins_host_memory = _can_pin(device)
-        self._lock = threading.Lock()  # the worker and the engine's thread both release
-        self._nbytes_in_use = 0
-        self._nbytes_peak = 0
-        self._guarded: list[tuple[torch.Tensor, _Event]] = []
+        self._leases = Leases()
+
+    @classmethod
+    def probe(cls, device: torch.device) -> Mapping[str, str]:
+        """Allocate a little host memory for weights on a device, and say whether torch pins it."""
+        staging = cls(device)
+        staging.allocate(64, torch.device("cpu"))
+        return {"torch": torch.__version__, "host memory": "pinned" if staging.pins_host_memory else "not pinned"}
 
     def allocate(self, nbytes: int, device: torch.device) -> StagingBlock:
         """Return a block on a device.
@@ -78,7 +68,7 @@ class TorchStaging:
         host = device.type == "cpu"
         if not host and (device.type != self.device.type or device.index not in {None, self.device.index}):
             raise TransferError("EPLB-T010", problem=f"{device} was asked for where the weights are on {self.device}")
-        self._forget_completed()
+        self._leases.let_go()
         try:
             # Outside of inference mode, whatever the host builds in: a block made there could not be written later.
             with torch.inference_mode(mode=False):
@@ -94,10 +84,7 @@ class TorchStaging:
                 f" {held.nbytes_pool} waiting for an event"
             )
             raise TransferError("EPLB-T010", problem=problem, detail=str(error).partition("\n")[0]) from error
-        with self._lock:
-            self._nbytes_in_use += nbytes
-            self._nbytes_peak = max(self._nbytes_peak, self._nbytes_in_use)
-        return StagingBlock(data, _Lease(self))
+        return self._leases.grant(data)
 
     def release(self, block: StagingBlock, event: object | None = None) -> None:
         """Take a block back.
@@ -115,30 +102,14 @@ class TorchStaging:
         TransferError
             EPLB-T010: another allocator's block, one released before, or an event that cannot be asked.
         """
-        lease = block.owner
-        if not isinstance(lease, _Lease) or lease.allocator is not self:
-            raise TransferError("EPLB-T010", problem="a block was released that this allocator did not hand out")
-        if event is not None and not isinstance(event, _Event):
-            raise TransferError("EPLB-T010", problem=f"a {type(event).__name__} is no event: it has no query()")
-        with self._lock:
-            if lease.released:
-                raise TransferError("EPLB-T010", problem=f"a block of {len(block.data)} bytes was released twice")
-            lease.released = True
-            self._nbytes_in_use -= len(block.data)
-            if event is not None:
-                self._guarded.append((block.data, event))
-        self._forget_completed()
+        self._leases.take_back(block, event)
 
     def stats(self) -> StagingStats:
-        """Return bytes of blocks handed out now and at the peak, and of released ones that wait for their event."""
-        self._forget_completed()
-        with self._lock:
-            waiting = sum(len(data) for data, _ in self._guarded)
-            return StagingStats(self._nbytes_in_use, self._nbytes_peak, waiting)
+        """Return bytes of blocks handed out now and at the peak, and of released ones that wait for their event.
 
-    def _forget_completed(self) -> None:
-        with self._lock:
-            self._guarded = [(data, event) for data, event in self._guarded if not event.query()]
+        What torch's own pools round up or cache is not known here.
+        """
+        return self._leases.stats()
 
 
 def _can_pin(device: torch.device) -> bool:
