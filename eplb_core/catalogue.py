@@ -167,7 +167,7 @@ _add(
 _add(
     "EPLB-C013",
     "Cannot write a new backend: {problem}.",
-    meaning="'eplb new-backend' writes a whole distribution into a new or empty folder, named so that it fits a package.",
+    meaning="'eplb new-backend' writes a distribution into a new or empty folder, under a name that fits a package.",
     when="In 'eplb new-backend', before anything is written.",
     situations=["the folder holds files already", "the name has characters that no package name may have"],
     solutions=["name an empty folder as the second argument", "choose a name of letters, digits, '-' and '_'"],
