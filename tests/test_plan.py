@@ -127,12 +127,15 @@ def test_peers_are_those_of_any_layer_in_either_direction():
     assert [plan.peers(rank) for rank in range(4)] == [(1, 3), (0,), (), (0,)]
 
 
-def test_ids_too_large_to_be_packed_give_the_plan_of_small_ones():
-    old, new = [[5, 6, 7, 8, 9, 5]], [[6, 5, 9, 9, 5, 7]]
-    large = np.array([*range(5), 2**40, 2**50, 2**60, 2**61, 2**62])
-    small = planned(old, new, 3)
-    assert moves(planned(large[old], large[new], 3)) == moves(small)
-    assert commit(planned(large[old], large[new], 3)) == commit(small)
+@pytest.mark.parametrize("bits", range(48, 63))
+def test_large_ids_give_the_plan_of_small_ones(bits):
+    # Wherever it happens that layer, rank, expert and row no longer fit one integer.
+    old, new = [[0, 1, 2, 3, 4, 0]] * 3, [[1, 0, 4, 4, 0, 2]] * 3
+    large = 2**bits + np.arange(5)
+    expected, plan = planned(old, new, 3), planned(large[old], large[new], 3)
+    assert moves(plan) == moves(expected)
+    for rank in range(3):
+        assert commit(plan, 2, rank) == commit(expected, 2, rank)
 
 
 # --- sources ----------------------------------------------------------------------------------------------------------
