@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +140,33 @@ def test_a_message_is_not_sent_before_its_rows_are_there(device):
     assert first.tolist() == host[1][3].tolist()
     assert fake_device.pending(stream) == 1  # the first leaves while the second is still being fetched
     assert next(outgoing).tolist() == host[0][1].tolist()
+
+
+def test_staging_is_not_given_back_while_copies_into_it_are_queued(device):
+    before, after = run_ranks(2, _close_with_copies_queued)[0]
+    assert before > 0
+    assert after == 0
+
+
+def _close_with_copies_queued(rank: Rank) -> tuple[int, int]:
+    fake_device.load()
+    # rank 0 only sends: two rows, the second of which is still being fetched when sending the first one fails
+    member = Member(rank, Case(((300 << 10,),), num_rows=2, device="eplbdev", new_map=((0, 1, 0, 1),)))
+    member.connect()
+    if rank.rank == 1:
+        member.backend.close()
+        member.meet("closed")
+        return 0, 0
+    member.meet("closed")
+    time.sleep(0.3)
+    fake_device.delay(member.context.stream, 0.5)
+    _, handle = member.start(0)
+    member.backend.abort(handle, "the peer is gone")
+    assert fake_device.pending(member.context.stream) == 1
+    member.backend.close(force=True)
+    waiting_for_event = member.allocator.stats().nbytes_pool
+    member.context.stream.synchronize()
+    return waiting_for_event, member.allocator.stats().nbytes_pool
 
 
 def test_a_failing_device_makes_the_wait_fail(device):

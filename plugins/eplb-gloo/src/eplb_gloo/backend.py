@@ -142,8 +142,7 @@ class GlooBackend:
         on_host = context.device.type == "cpu"
         nbytes = self._send_slot_nbytes(buffers, on_host)
         if nbytes:
-            host = torch.device("cpu")
-            self._staging = [context.staging.allocate(nbytes, host) for _ in range(context.staging_layers)]
+            self._allocate_staging(nbytes)
         slots = [block.data[:nbytes] for block in self._staging]
         self._source = HostSource(buffers.rows, slots) if on_host else DeviceSource(buffers.rows, slots, context.stream)
         return LocalMetadata(_PAYLOAD.pack(_MAGIC, context.staging_layers, self._registered.slot_nbytes, self._nonce))
@@ -283,9 +282,7 @@ class GlooBackend:
             self._group.close()
         if self._waiting:
             return False
-        for block in self._staging:
-            self._context.staging.release(block)
-        self._staging = []
+        self._release_staging()
         self._group = self._source = self._buffers = None
         return True
 
@@ -316,6 +313,25 @@ class GlooBackend:
             ]
             nbytes = min(nbytes, num_peers * max(small, default=0))
         return nbytes + ALIGNMENT * num_peers if nbytes else 0
+
+    def _allocate_staging(self, nbytes: int) -> None:
+        try:
+            for _ in range(self._context.staging_layers):
+                self._staging.append(self._context.staging.allocate(nbytes, torch.device("cpu")))
+        except BaseException:
+            self._release_staging()
+            raise
+
+    def _release_staging(self) -> None:
+        """Give send staging back, once no copy into it is queued: a transfer that failed midway leaves some behind."""
+        event = None
+        if self._context.stream is not None and self._staging:
+            try:
+                event = self._context.stream.record_event()
+            except RuntimeError:  # the device has failed, and nobody can say when its copies end: keep the memory
+                return
+        while self._staging:
+            self._context.staging.release(self._staging.pop(), event)
 
     def _check_peer(self, peer: PeerMetadata, registered: Registered) -> bytes:
         """Return a peer's nonce, after comparing what gloo would not survive if it differed."""
