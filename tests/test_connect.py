@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import eplb_core as eplb
 import pytest
 import torch
-from eplb_core.errors import EplbError, MetadataError
-from eplb_core.session import Session
-from eplb_core.testing.ranks import Rank, run_ranks
 
-from tests.support.backends import BackendCase, every_backend
-from tests.support.model import Model, shuffles
+import eplb_core as eplb
+from eplb_core.council import Council
+from eplb_core.errors import EplbError, MetadataError
+from eplb_core.testing.model import Model, shuffles
+from eplb_core.testing.ranks import Rank, run_ranks
+from tests.support.backends import BackendCase, case_config, case_options, device_group, every_backend
 
 
 def config(backend: str, **fields) -> eplb.EPLBConfig:
-    return eplb.EPLBConfig(**{"communicator": backend, "use_async": False, "timeout_s": 20, **fields})
+    return case_config(backend, **{"timeout_s": 20, **fields})
 
 
 def with_weights_of_its_own(rank: Rank, backends, weights, names, fields):
@@ -25,6 +25,8 @@ def with_weights_of_its_own(rank: Rank, backends, weights, names, fields):
             config(backends[rank.rank], **fields[rank.rank]),
             weights[rank.rank],
             rank.control(),
+            device_group(rank, backends[rank.rank]),
+            options=case_options(),
             tensor_names=names[rank.rank],
         )
     except EplbError as error:
@@ -117,10 +119,13 @@ def whose_record_is_swapped(rank: Rank, backend: str):
     model = Model(rank.rank, 4, [[8]])
     model.fill(old)
     if rank.rank == 1:
-        seal = Session._seal
-        Session._seal = lambda self, kind, body, rank=None: seal(self, kind, body, 0 if kind == "record" else rank)
+        seal = Council.seal
+        Council.seal = lambda self, kind, body, **bound: seal(
+            self, kind, body, **({"rank": 0} if kind == "record" else bound)
+        )
+    group = device_group(rank, backend)
     with (
-        eplb.Communicator(config(backend), model.weights, rank.control()) as comm,
+        eplb.Communicator(config(backend), model.weights, rank.control(), group, options=case_options()) as comm,
         pytest.raises(MetadataError) as caught,
     ):
         comm.rearrange(old, new)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import signal
 import time
 
-import eplb_core as eplb
 import pytest
+
+import eplb_core as eplb
 from eplb_core.errors import EplbError, PeerLostError, StalledError
 from eplb_core.testing.faults import FaultInjector
+from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, Ranks
-
-from tests.support.backends import BackendCase, every_backend
-from tests.support.model import Model, shuffles
+from tests.support.backends import BackendCase, case_config, case_options, device_group, every_backend
 
 ROUNDS, FAULTY_ROUND, FAULTY_LAYER, FAULTY = 40, 17, 2, 1
 ROW_NBYTES = [[2048, 24], [300_000, 8], [4096, 24], [2048, 24]]
@@ -27,8 +27,9 @@ def until_one_fails(rank: Rank, backend: str, phase: str, action: str, timeout_s
     model.fill(maps[0])
     layer = None if phase == "agree" else FAULTY_LAYER
     observers = [FaultInjector(phase, action, FAULTY_ROUND, layer)] if rank.rank == FAULTY else []
-    config = eplb.EPLBConfig(communicator=backend, use_async=False, timeout_s=timeout_s)
-    comm = eplb.Communicator(config, model.weights, rank.control(), observers=observers)
+    config = case_config(backend, timeout_s=timeout_s)
+    group = device_group(rank, backend)
+    comm = eplb.Communicator(config, model.weights, rank.control(), group, options=case_options(), observers=observers)
     held = maps[0]
     for number in range(ROUNDS):
         wanted = maps[(number + 1) % len(maps)]
@@ -66,7 +67,8 @@ def until_one_fails(rank: Rank, backend: str, phase: str, action: str, timeout_s
     order = rank.listen()
     if order == "rebuild":
         survivors = [other for other in range(rank.world_size) if other != FAULTY]
-        settled = comm.rebuild(10, ranks=survivors)
+        group = device_group(rank, backend, survivors, "survivors")
+        settled = comm.rebuild(10, ranks=survivors, device_group=group)
         held = settled.physical_to_logical_map.copy()
         held[:, FAULTY * 4 : FAULTY * 4 + 4] = -1
         for _ in range(3):
@@ -159,8 +161,9 @@ def sleeps_after_its_ballot(rank: Rank, backend: str):
     model = Model(rank.rank, 4, [[512]] * 3)
     model.fill(maps[0])
     observers = [FaultInjector("commit", "stop", 2, 0)] if rank.rank == 1 else []
-    config = eplb.EPLBConfig(communicator=backend, use_async=False, timeout_s=1.5)
-    comm = eplb.Communicator(config, model.weights, rank.control(), observers=observers)
+    config = case_config(backend, timeout_s=1.5)
+    group = device_group(rank, backend)
+    comm = eplb.Communicator(config, model.weights, rank.control(), group, options=case_options(), observers=observers)
     held = maps[0]
     try:
         for wanted in (maps[1], maps[2], maps[0], maps[1]):
@@ -169,7 +172,8 @@ def sleeps_after_its_ballot(rank: Rank, backend: str):
     except EplbError as caught:
         held, error = caught.report.physical_to_logical_map, caught
     if rank.rank != 1:
-        held = comm.rebuild(10, ranks=[0, 2]).physical_to_logical_map
+        group = device_group(rank, backend, [0, 2], "survivors")
+        held = comm.rebuild(10, ranks=[0, 2], device_group=group).physical_to_logical_map
     story = (str(error), held.tolist(), model.wrong_rows(held))
     rank.tell(story)
     rank.listen()
@@ -198,8 +202,8 @@ def whose_copy_fails(rank: Rank, backend: str):
     maps = shuffles(3, 6, 3, 4)
     model = Model(rank.rank, 4, [[512]] * 6)
     model.fill(maps[0])
-    config = eplb.EPLBConfig(communicator=backend, use_async=False, timeout_s=20)
-    comm = eplb.Communicator(config, model.weights, rank.control())
+    config = case_config(backend, timeout_s=20)
+    comm = eplb.Communicator(config, model.weights, rank.control(), device_group(rank, backend), options=case_options())
     comm.rearrange(maps[0], maps[1])
     if rank.rank == 1:
         run, copies = CommitCopies.run, []

@@ -6,13 +6,13 @@ import gc
 import os
 import threading
 
-import eplb_core as eplb
 import psutil
 import pytest
-from eplb_core.testing.ranks import Rank, run_ranks
 
-from tests.support.backends import BackendCase, every_backend
-from tests.support.model import Model, shuffles
+import eplb_core as eplb
+from eplb_core.testing.model import Model, shuffles
+from eplb_core.testing.ranks import Rank, run_ranks
+from tests.support.backends import BackendCase, case_config, case_options, device_group, every_backend
 
 ROW_NBYTES = [[4096, 24], [65_536, 8]]
 
@@ -33,8 +33,8 @@ def many_rounds(rank: Rank, backend: str, rounds: int, warm_up: int):
     maps = shuffles(5, len(ROW_NBYTES), rank.world_size, 4, redundant=2)
     model = Model(rank.rank, 4, ROW_NBYTES)
     model.fill(maps[0])
-    config = eplb.EPLBConfig(communicator=backend, use_async=False, timeout_s=30)
-    with eplb.Communicator(config, model.weights, rank.control()) as comm:
+    config, group = case_config(backend, timeout_s=30), device_group(rank, backend)
+    with eplb.Communicator(config, model.weights, rank.control(), group, options=case_options()) as comm:
         held = maps[0]
         for number in range(rounds):
             if number == warm_up:
@@ -72,11 +72,11 @@ def many_lives(rank: Rank, backend: str, lives: int):
     maps = shuffles(2, len(ROW_NBYTES), rank.world_size, 4)
     model = Model(rank.rank, 4, ROW_NBYTES)
     model.fill(maps[0])
-    config = eplb.EPLBConfig(communicator=backend, use_async=False, timeout_s=30)
-    control = rank.control()
+    config = case_config(backend, timeout_s=30)
+    control, group = rank.control(), device_group(rank, backend)
     held, seen = 0, []
     for _ in range(lives):
-        with eplb.Communicator(config, model.weights, control) as comm:
+        with eplb.Communicator(config, model.weights, control, group, options=case_options()) as comm:
             comm.rearrange(maps[held], maps[1 - held])
         held = 1 - held
         seen.append(footprint(rank))

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
 
-import eplb_core as eplb
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+
+import eplb_core as eplb
 from eplb_core.errors import ConfigError, EplbError, PlanError
 from eplb_core.hookspecs import hookimpl
+from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, Ranks, run_ranks
-
-from tests.support.backends import BackendCase, every_backend
-from tests.support.model import Model, shuffles
+from tests.support.backends import BackendCase, case_config, case_options, device_group, every_backend
 
 SMALL = [[96, 1, 40]] * 4  # 1: a per-expert scalar
 MIXED = [[300_000, 64]] * 2  # above and below what is coalesced
 
 
 def communicator(rank: Rank, weights, backend: str, *, config=None, name="default", **keywords) -> eplb.Communicator:
-    config = eplb.EPLBConfig(**{"communicator": backend, "use_async": False, "timeout_s": 30, **(config or {})})
-    return eplb.Communicator(config, weights, rank.control(), name=name, **keywords)
+    config = case_config(backend, **{"timeout_s": 30, **(config or {})})
+    keywords.setdefault("device_group", device_group(rank, backend))
+    return eplb.Communicator(config, weights, rank.control(), name=name, options=case_options(), **keywords)
 
 
-# --- every byte ---------------------------------------------------------------------------------------------------------
+# --- every byte -------------------------------------------------------------------------------------------------------
 
 
 def rearrange_all(rank: Rank, backend: str, maps, row_nbytes, config, by_layer: bool):
@@ -35,7 +37,7 @@ def rearrange_all(rank: Rank, backend: str, maps, row_nbytes, config, by_layer: 
     model.fill(maps[0])
     moved = 0
     with communicator(rank, model.weights, backend, config=config) as comm:
-        for old, new in zip(maps, maps[1:], strict=False):
+        for old, new in itertools.pairwise(maps):
             if by_layer:
                 generation = comm.begin(old, new)
                 for layer in generation.layers:
@@ -139,7 +141,7 @@ def test_every_dtype_moves_bit_exactly(backend: BackendCase) -> None:
     assert run_ranks(2, rearrange_dtypes, backend.name, old, new, env=backend.env) == [[], []]
 
 
-# --- groups, hosts, processes -------------------------------------------------------------------------------------------
+# --- groups, hosts, processes -----------------------------------------------------------------------------------------
 
 
 def in_a_subgroup(rank: Rank, backend: str):
@@ -151,8 +153,8 @@ def in_a_subgroup(rank: Rank, backend: str):
         model = Model(rank.rank - 2, 4, [[64], [64]])
         model.fill(old)
         control = eplb.ControlPlane.from_process_group(group)
-        config = eplb.EPLBConfig(communicator=backend, use_async=False, timeout_s=30)
-        with eplb.Communicator(config, model.weights, control) as comm:
+        config = case_config(backend, timeout_s=30)
+        with eplb.Communicator(config, model.weights, control, group, options=case_options()) as comm:
             comm.rearrange(old, new)
         wrong = model.wrong_rows(new)
     dist.barrier()
@@ -169,13 +171,14 @@ def test_group_ranks_are_not_taken_for_global_ranks(backend: BackendCase) -> Non
 def two_models(rank: Rank, backend: str):
     maps = shuffles(3, 2, 2, 4)
     control = rank.control()
-    config = eplb.EPLBConfig(communicator=backend, use_async=False, timeout_s=30)
+    config = case_config(backend, timeout_s=30)
+    group = device_group(rank, backend)
     models = [Model(rank.rank, 4, [[nbytes]] * 2) for nbytes in (48, 80)]
     for model in models:
         model.fill(maps[0])
     with (
-        eplb.Communicator(config, models[0].weights, control, name="main") as first,
-        eplb.Communicator(config, models[1].weights, control, name="draft") as second,
+        eplb.Communicator(config, models[0].weights, control, group, options=case_options(), name="main") as first,
+        eplb.Communicator(config, models[1].weights, control, group, options=case_options(), name="draft") as second,
     ):
         first.rearrange(maps[0], maps[1])
         second.rearrange(maps[0], maps[2])
@@ -262,7 +265,7 @@ def test_only_the_chosen_backend_is_loaded_and_the_environment_is_left_alone() -
     assert run_ranks(2, what_is_loaded) == [([], True)] * 2
 
 
-# --- agreement ----------------------------------------------------------------------------------------------------------
+# --- agreement --------------------------------------------------------------------------------------------------------
 
 
 def with_maps_of_its_own(rank: Rank, backend: str):
@@ -393,7 +396,7 @@ def test_no_live_row_is_written_before_every_rank_has_voted(backend: BackendCase
         assert ranks.values(30) == [[], []]
 
 
-# --- order of calls -----------------------------------------------------------------------------------------------------
+# --- order of calls ---------------------------------------------------------------------------------------------------
 
 
 def out_of_order(rank: Rank):

@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-import eplb_core as eplb
 import pytest
 import torch.distributed as dist
+
+import eplb_core as eplb
 from eplb_core.errors import EplbError, StoreLostError, TransferError
 from eplb_core.hookspecs import hookimpl
 from eplb_core.testing.faults import FaultInjector
+from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, Ranks, run_ranks
-
-from tests.support.backends import BackendCase, every_backend
-from tests.support.model import Model, shuffles
+from tests.support.backends import BackendCase, case_config, case_options, device_group, every_backend
 
 LAYERS = [[512, 16]] * 4
 
 
 def config(backend: str, timeout_s: float = 20.0) -> eplb.EPLBConfig:
-    return eplb.EPLBConfig(communicator=backend, use_async=False, timeout_s=timeout_s)
+    return case_config(backend, timeout_s=timeout_s)
 
 
 class DiesDeciding:
@@ -49,10 +49,13 @@ def loses_its_store(rank: Rank, backend: str, after: bool):
     model = Model(rank.rank, 4, LAYERS)
     model.fill(maps[0])
     observers = [DiesDeciding(rank, after)] if rank.rank == 0 else []
-    comm = eplb.Communicator(config(backend), model.weights, control, observers=observers)
+    group = device_group(rank, backend)
+    comm = eplb.Communicator(
+        config(backend), model.weights, control, group, options=case_options(), observers=observers
+    )
     comm.rearrange(maps[0], maps[1])
     started = time.monotonic()
-    with pytest.raises(EplbError) as caught:
+    with pytest.raises(EplbError) as caught:  # noqa: PT012 - in either of the two
         comm.rearrange(maps[1], maps[2])
         comm.rearrange(maps[2], maps[0])
     seconds = time.monotonic() - started
@@ -60,7 +63,8 @@ def loses_its_store(rank: Rank, backend: str, after: bool):
         comm.rearrange(maps[1], maps[2])
     store = rank.store("second")
     new_control = eplb.ControlPlane.from_store(store, rank=rank.rank, world_size=rank.world_size)
-    report = comm.rebuild(20, control=new_control, ranks=[1, 2])
+    group = device_group(rank, backend, [1, 2], "second")
+    report = comm.rebuild(20, control=new_control, ranks=[1, 2], device_group=group)
     held = report.physical_to_logical_map
     mixed = model.wrong_rows(held)
     gone = held.copy()
@@ -119,32 +123,41 @@ def in_doubt(rank: Rank, backend: str, everywhere: bool):
     model = Model(rank.rank, 4, LAYERS)
     model.fill(maps[0])
     observers = [Waits(rank)] if rank.rank == 0 and not everywhere else []
-    comm = eplb.Communicator(config(backend, 3.0), model.weights, rank.control("first"), observers=observers)
+    group = device_group(rank, backend)
+    comm = eplb.Communicator(
+        config(backend, 3.0),
+        model.weights,
+        rank.control("first"),
+        group,
+        options=case_options(),
+        observers=observers,
+    )
     comm.rearrange(maps[0], maps[1])
-    session = comm._session
+    council = comm._session.council
     if everywhere:
-        add = session.client.add
+        add = council.client.add
 
         def lost_before_counting(key: str) -> int:
             if key.startswith("2/1/"):
-                session.client._gone = "connection reset"
+                council.client._gone = "connection reset"
             return add(key)
 
-        session.client.add = lost_before_counting
+        council.client.add = lost_before_counting
     elif rank.rank == 1:
-        decide = session.decide
+        decide = council.decide
 
         def lost_after_the_ballot(vote, **keywords):
-            if vote.where.startswith("layer 1") and session.generation == 2:
-                session.client._gone = "connection reset"
+            if vote.where.startswith("layer 1") and council.generation == 2:
+                council.client._gone = "connection reset"
                 rank.tell("lost")
             return decide(vote, **keywords)
 
-        session.decide = lost_after_the_ballot
+        council.decide = lost_after_the_ballot
     with pytest.raises(EplbError) as caught:
         comm.rearrange(maps[1], maps[2])
     before = caught.value.report.committed_layers
-    held = comm.rebuild(20, control=rank.control("second")).physical_to_logical_map
+    group = device_group(rank, backend, topic="second")
+    held = comm.rebuild(20, control=rank.control("second"), device_group=group).physical_to_logical_map
     assert model.wrong_rows(held) == []
     comm.rearrange(held, maps[0])
     story = (type(caught.value).__name__, str(caught.value), before, held.tolist(), model.wrong_rows(maps[0]))
@@ -190,7 +203,7 @@ def refuses_too_much_quarantine(rank: Rank, backend: str):
         injector.acted = False
         comm._session.backend.abort = lambda handle, reason: False
         comm._session.backend.close = lambda force=False: None
-        with pytest.raises(EplbError) as caught:
+        with pytest.raises(EplbError) as caught:  # noqa: PT012 - in either of the two
             comm.rearrange(comm.report.physical_to_logical_map if quarantined else maps[0], maps[1])
             comm.rearrange(maps[1], maps[0])
         held = caught.value.report.physical_to_logical_map

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -69,6 +69,28 @@ class Rank:
     def control(self, namespace: str = "") -> ControlPlane:
         """Make a control plane over that store."""
         return ControlPlane.from_store(self.store(namespace), rank=self.rank, world_size=self.world_size)
+
+    def device_group(self, members: Sequence[int] | None = None, topic: str = "device group") -> Any:
+        """Make a gloo group for CPU tensors over that store, as elastic hosts do: torch's registry does not know it.
+
+        Parameters
+        ----------
+        members : sequence of int or None
+            Ranks, ascending, all of which make the call; None is everyone.
+        topic : str
+            Tells groups apart.
+
+        Returns
+        -------
+        torch.distributed.ProcessGroup
+        """
+        ranks = list(range(self.world_size)) if members is None else list(members)
+        place, store = ranks.index(self.rank), self.store(topic)
+        group: Any = dist.ProcessGroup(store, place, len(ranks))
+        gloo: Any = dist.ProcessGroupGloo(store, place, len(ranks), timedelta(seconds=60))
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        return group
 
     def tell(self, value: Any) -> None:
         """Send a note to the test (see `Ranks.hear`)."""

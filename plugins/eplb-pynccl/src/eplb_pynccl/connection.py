@@ -1,0 +1,263 @@
+"""One NCCL communicator among the members: made within a limit, fed with batches in order, ended one way or another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from eplb_pynccl.binding import Binding, NcclError
+from eplb_pynccl.streams import OperationStream
+
+_ABORT_LIMIT_S = 0.8
+_FINALIZE_LIMIT_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
+
+
+class Operation(NamedTuple):
+    """One row to send or to receive."""
+
+    peer: int
+    """Rank of the other end."""
+    place: int
+    """Its rank within the communicator."""
+    is_send: bool
+    address: int
+    nbytes: int
+
+
+@dataclass(eq=False)
+class Batch:
+    """Operations that start together, and how far they are."""
+
+    operations: Sequence[Operation]
+    mark: Any = None
+    """On the stream, after them; None until NCCL has launched them."""
+    done: bool = False
+
+    @property
+    def peers(self) -> set[int]:
+        """Ranks at the other ends."""
+        return {operation.peer for operation in self.operations}
+
+
+class WaitEnded(Exception):
+    """A wait that was cancelled, or ran out of time."""
+
+    def __init__(self, reason: str, *, timed_out: bool) -> None:
+        super().__init__(reason)
+        self.timed_out = timed_out
+
+
+@dataclass(eq=False)
+class _Bounded:
+    """A call into NCCL that may block, in a thread of its own."""
+
+    call: Callable[[], Any]
+    result: Any = None
+    error: Exception | None = None
+    finished: threading.Event = field(default_factory=threading.Event)
+
+    def start(self, name: str) -> _Bounded:
+        # A daemon: what NCCL never returns from must not keep the process. Whoever started it reports that.
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+        return self
+
+    def _run(self) -> None:
+        try:
+            self.result = self.call()
+        except Exception as error:
+            self.error = error
+        self.finished.set()
+
+
+class Connection:
+    """An NCCL communicator of this rank and the other members.
+
+    Parameters
+    ----------
+    binding : Binding
+        NCCL.
+    stream : OperationStream
+        What operations are queued on.
+    unique_id : bytes
+        Shared by the members.
+    size, own : int
+        How many members there are, and which this is.
+    deadline_s : float
+        On the monotonic clock, seconds: limit of the construction.
+    cancelled : callable
+        See `eplb_core.backend.BackendContext`.
+
+    Raises
+    ------
+    NcclError
+        NCCL refused, or failed.
+    WaitEnded
+        Members did not come within the limit, or the construction was cancelled.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        stream: OperationStream,
+        *,
+        unique_id: bytes,
+        size: int,
+        own: int,
+        deadline_s: float,
+        cancelled: Callable[[], str | None],
+    ) -> None:
+        self._binding = binding
+        self._stream = stream
+        self._cancelled = cancelled
+        self._waiting: deque[Batch] = deque()
+        self._launched: deque[Batch] = deque()
+        self._launching: Batch | None = None
+        self._ended = False
+        self._handle = self._init(unique_id, size, own, deadline_s)
+
+    # --- batches --------------------------------------------------------------------------------------------------
+
+    def enqueue(self, batches: Sequence[Batch]) -> None:
+        """Put batches into the queue; they start in this order, each when NCCL has taken the one before it."""
+        self._waiting.extend(batches)
+
+    def advance(self) -> None:
+        """Launch what can be launched, note what is complete; never blocks where the binding does not.
+
+        Raises
+        ------
+        NcclError
+            NCCL or the device reports a failure.
+        """
+        if self._ended:
+            raise NcclError("the communicator was aborted")
+        while not self._binding.in_progress(self._handle):
+            launching, self._launching = self._launching, None
+            if launching is not None:
+                # Not before: until NCCL says so the operations may not be on the stream yet.
+                launching.mark = self._stream.mark()
+                self._launched.append(launching)
+            if not self._waiting:
+                break
+            batch = self._waiting.popleft()
+            self._launch(batch)
+            self._launching = batch
+        try:
+            while self._launched and self._stream.reached(self._launched[0].mark):
+                self._launched.popleft().done = True
+        except RuntimeError as error:  # the device's own
+            raise NcclError(f"the device failed: {error}") from error
+
+    def finish(self, batches: Sequence[Batch], deadline_s: float) -> None:
+        """Advance until these batches are complete, on the device too.
+
+        Raises
+        ------
+        NcclError
+            See `advance`.
+        WaitEnded
+            The limit ran out, or the wait was cancelled.
+        """
+
+        def complete() -> bool:
+            self.advance()
+            return all(batch.done for batch in batches)
+
+        self._poll(complete, deadline_s)
+
+    def abort(self) -> bool:
+        """Stop everything outstanding, within a second.
+
+        Returns
+        -------
+        bool
+            True when NCCL has let go of everything, and nothing is queued on the stream any more.
+        """
+        if not self._ended:
+            self._ended = True
+            call = _Bounded(lambda: self._binding.abort(self._handle)).start("eplb-pynccl-abort")
+            self._ending = call
+        if not self._ending.finished.wait(_ABORT_LIMIT_S) or self._ending.error is not None:
+            return False
+        self._waiting.clear()
+        try:
+            return self._stream.reached(self._stream.mark())
+        except RuntimeError:
+            return False
+
+    def close(self) -> None:
+        """Flush and free the communicator, on which nothing may be outstanding; abort it when that takes too long.
+
+        Raises
+        ------
+        NcclError
+            NCCL refused.
+        """
+        if self._ended:
+            return
+        deadline_s = time.monotonic() + _FINALIZE_LIMIT_S
+        try:
+            self._binding.finalize(self._handle)
+            self._poll(lambda: not self._binding.in_progress(self._handle), deadline_s)
+        except (NcclError, WaitEnded):
+            self.abort()
+            return
+        self._ended = True
+        self._ending = _Bounded(lambda: self._binding.destroy(self._handle)).start("eplb-pynccl-destroy")
+        self._ending.finished.wait(max(0.0, deadline_s - time.monotonic()))
+        if isinstance(self._ending.error, NcclError):
+            raise self._ending.error
+
+    # --- behind it ------------------------------------------------------------------------------------------------
+
+    def _init(self, unique_id: bytes, size: int, own: int, deadline_s: float) -> Any:
+        if not self._binding.nonblocking:
+            return self._init_blocking(unique_id, size, own, deadline_s)
+        handle = self._binding.init(size, unique_id, own)
+        try:
+            self._poll(lambda: not self._binding.in_progress(handle), deadline_s)
+        except (NcclError, WaitEnded):
+            _Bounded(lambda: self._binding.abort(handle)).start("eplb-pynccl-abort").finished.wait(_ABORT_LIMIT_S)
+            raise
+        return handle
+
+    def _init_blocking(self, unique_id: bytes, size: int, own: int, deadline_s: float) -> Any:
+        def init() -> Any:
+            with self._stream.copy_order():  # the current device is a thread's own
+                return self._binding.init(size, unique_id, own)
+
+        call = _Bounded(init).start("eplb-pynccl-init")
+        self._poll(call.finished.is_set, deadline_s)
+        if call.error is not None:
+            raise call.error
+        return call.result
+
+    def _launch(self, batch: Batch) -> None:
+        """Hand one group to NCCL, and close it whatever happens: an open one swallows this thread's next calls."""
+        self._binding.group_start()
+        try:
+            for _, place, is_send, address, nbytes in batch.operations:
+                operate = self._binding.send if is_send else self._binding.receive
+                operate(self._handle, address, nbytes, place, self._stream.pointer)
+        except BaseException:
+            with suppress(NcclError):
+                self._binding.group_end()
+            raise
+        self._binding.group_end()
+
+    def _poll(self, done: Callable[[], bool], deadline_s: float) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while not done():
+            reason = self._cancelled()
+            if reason:
+                raise WaitEnded(reason, timed_out=False)
+            if time.monotonic() > deadline_s:
+                raise WaitEnded("timed out", timed_out=True)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)

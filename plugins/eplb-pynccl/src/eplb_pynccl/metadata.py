@@ -1,0 +1,100 @@
+"""What members tell each other before NCCL connects them: the unique id, and who is who."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from eplb_core.errors import EplbError, error_for
+from eplb_pynccl.binding import UNIQUE_ID_NBYTES
+from eplb_pynccl.hooks import NAME
+
+NONCE_NBYTES = 16
+
+_PAYLOAD = struct.Struct(f"!8s{NONCE_NBYTES}s{UNIQUE_ID_NBYTES}s")
+_MAGIC = b"eplbpnc1"
+_KEY = "unique_id"
+_NO_ID = bytes(UNIQUE_ID_NBYTES)
+
+
+class Member(NamedTuple):
+    """What a payload says of its rank."""
+
+    nonce: bytes
+    """Drawn for this epoch; the first bytes that a pair exchanges."""
+    unique_id: bytes | None
+    """Of the lowest member, which made it; None of the others."""
+
+
+def pack(nonce: bytes, unique_id: bytes | None) -> bytes:
+    """Return this rank's payload."""
+    return _PAYLOAD.pack(_MAGIC, nonce, unique_id or _NO_ID)
+
+
+def unpack(payload: bytes, peer: int) -> Member:
+    """Read a peer's payload.
+
+    Raises
+    ------
+    MetadataError
+        EPLB-M005: it is not what `pack` wrote.
+    """
+    if len(payload) != _PAYLOAD.size or not payload.startswith(_MAGIC):
+        raise error_for("EPLB-M005", peer=peer, problem=f"its metadata was not written by this {NAME}")
+    _, nonce, unique_id = _PAYLOAD.unpack(payload)
+    return Member(bytes(nonce), None if unique_id == _NO_ID else bytes(unique_id))
+
+
+def publish(store: Any, payload: bytes) -> None:
+    """Leave the lowest member's payload for those members that exchange nothing with it, and never see its metadata."""
+    try:
+        store.set(_KEY, payload)
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def await_unique_id(store: Any, lowest: int, deadline_s: float, cancelled: Callable[[], str | None]) -> bytes:
+    """Wait for what the lowest member published.
+
+    Parameters
+    ----------
+    store : torch.distributed.Store
+        Of this epoch.
+    lowest : int
+        Its rank.
+    deadline_s : float
+        On the monotonic clock, seconds.
+    cancelled : callable
+        See `eplb_core.backend.BackendContext`.
+
+    Raises
+    ------
+    MetadataError, StalledError, StoreLostError, TransferError
+        It is damaged, does not come, cannot be read, or the connect was cancelled.
+    """
+    started_s, pause_s = time.monotonic(), 0.0005
+    where = f"phase connect ({NAME})"
+    while True:
+        try:
+            if store.check([_KEY]):
+                unique_id = unpack(bytes(store.get(_KEY)), lowest).unique_id
+                break
+        except RuntimeError as error:  # DistError and its kin
+            raise _lost(error) from error
+        reason = cancelled()
+        if reason:
+            raise error_for("EPLB-T001", label=NAME, state="cancelled", detail=f"{reason} ({where}).")
+        if time.monotonic() > deadline_s:
+            seconds = time.monotonic() - started_s
+            raise error_for("EPLB-T002", seconds=seconds, where=where, waiting_for=f"the unique id of rank {lowest}")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
+    if unique_id is None:
+        raise error_for("EPLB-M005", peer=lowest, problem="it published no unique id")
+    return unique_id
+
+
+def _lost(error: Exception) -> EplbError:
+    return error_for("EPLB-T005", where=f"phase connect ({NAME})", problem=str(error), layers="none")
