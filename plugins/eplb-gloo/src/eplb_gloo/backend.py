@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -20,50 +19,21 @@ from eplb_core.backend import (
     ConnectReceipt,
     LocalMetadata,
     PeerMetadata,
-    StagingBlock,
     TransferReceipt,
 )
 from eplb_core.errors import error_for
 from eplb_core.plan import TransferPlan
-from eplb_gloo.group import NONCE_NBYTES, GlooGroup, brief, finish, name_ranks, timed_out
+from eplb_gloo.flight import Failure, LayerTransfer, finish_all
+from eplb_gloo.group import NONCE_NBYTES, GlooGroup, name_ranks
 from eplb_gloo.hooks import NAME, why_not_available
-from eplb_gloo.messages import Messages, MisfitError, Registered, cut_messages
+from eplb_gloo.messages import MisfitError, Registered, cut_messages
 from eplb_gloo.options import COALESCE_NBYTES, GlooOptions
-from eplb_gloo.sources import ALIGNMENT, DeviceSource, HostSource, Source
+from eplb_gloo.sources import DeviceSource, HostSource, Source
+from eplb_gloo.staging import SendSlots, send_slot_nbytes
 from eplb_gloo.watch import CancelWatch
 
 _PAYLOAD = struct.Struct(f"!8sBQ{NONCE_NBYTES}s")  # magic, landing slots, bytes of each, nonce
 _MAGIC = b"eplbglo1"
-
-
-@dataclass(eq=False)
-class LayerTransfer:
-    """One layer's sends and receives in flight: what `transfer` returns."""
-
-    layer: int
-    slot: int
-    receives: list[tuple[int, Any]] = field(default_factory=list)
-    """(peer, work) in posting order, like `sends`; emptied when the layer is finished either way."""
-    sends: list[tuple[int, Any]] = field(default_factory=list)
-    nbytes_received: int = 0
-    nbytes_sent: int = 0
-    failure: str | None = None
-    """Why posting stopped early, or its wait."""
-    receipt: TransferReceipt | None = None
-    """Set when everything is complete."""
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Where a wait stopped."""
-
-    reason: str
-    peer: int | None = None
-    timed_out: bool = False
-    silent: Sequence[int] = ()
-    """After a time-out: peers whose messages did not arrive, one entry per message."""
-    untaken: Sequence[int] = ()
-    """After a time-out without such: peers that did not take what was sent."""
 
 
 class GlooBackend:
@@ -90,7 +60,7 @@ class GlooBackend:
         self._buffers: Buffers | None = None
         self._registered: Registered | None = None
         self._source: Source | None = None
-        self._staging: list[StagingBlock] = []
+        self._staging: SendSlots | None = None
         self._connected = False
         self._group: GlooGroup | None = None
         self._watch: CancelWatch | None = None
@@ -138,13 +108,11 @@ class GlooBackend:
             group_rank=group_rank,
             own=int(group_rank[context.rank]),
         )
-        self._buffers = buffers
+        self._staging = SendSlots(context, send_slot_nbytes(buffers, context, self.coalesce_nbytes))
+        slots = self._staging.tensors
         on_host = context.device.type == "cpu"
-        nbytes = self._send_slot_nbytes(buffers, on_host)
-        if nbytes:
-            self._allocate_staging(nbytes)
-        slots = [block.data[:nbytes] for block in self._staging]
         self._source = HostSource(buffers.rows, slots) if on_host else DeviceSource(buffers.rows, slots, context.stream)
+        self._buffers = buffers
         return LocalMetadata(_PAYLOAD.pack(_MAGIC, context.staging_layers, self._registered.slot_nbytes, self._nonce))
 
     @hookimpl
@@ -190,20 +158,13 @@ class GlooBackend:
         except MisfitError as misfit:
             detail = f"(the plan of layer {plan.layer} does not fit what was registered: {misfit})."
             raise error_for("EPLB-T001", label=NAME, state="refused", detail=detail) from misfit
-        handle = LayerTransfer(
-            plan.layer, plan.slot, nbytes_received=sum(receives.nbytes), nbytes_sent=sum(sends.nbytes)
-        )
+        transfer = LayerTransfer(plan.layer, plan.slot, sum(receives.nbytes), sum(sends.nbytes))
         if self._group is None or not len(receives) + len(sends):
-            handle.receipt = TransferReceipt(0, 0)
-            return handle
-        self._in_flight[plan.slot] = handle
-        try:
-            self._post(handle, self._group, receives, sends, buffers.landing[plan.slot], outgoing)
-        except RuntimeError as error:
-            # A connection closed meanwhile, or the device failed. What is posted is in flight, so there must be a
-            # handle to abort; its wait raises.
-            handle.failure = brief(error)
-        return handle
+            transfer.complete()
+            return transfer
+        self._in_flight[plan.slot] = transfer
+        transfer.post(self._group, receives, buffers.landing[plan.slot], sends, outgoing)
+        return transfer
 
     @hookimpl
     def wait(self, handle: object, timeout_s: float) -> TransferReceipt:
@@ -216,15 +177,19 @@ class GlooBackend:
         if watch is None or self._in_flight.get(transfer.slot) is not transfer:
             raise error_for("EPLB-P004", problem=f"a wait over {NAME} for a transfer that is not in flight")
         started = time.monotonic()
-        failure: _Failure | None
+        failure: Failure | None
         if transfer.failure is not None:
-            failure = _Failure(transfer.failure)
+            failure = Failure(transfer.failure)
         else:
             with watch:
-                failure = _finish_all(transfer, started + timeout_s)
+                failure = finish_all(transfer, started + timeout_s)
+            if failure is None and watch.acted:  # it came through, but the connections are closed
+                failure = Failure("cancelled")
         if failure is not None:
+            transfer.failure = failure.reason
             raise self._explain(transfer, failure, time.monotonic() - started, watch)
-        return self._done(transfer)
+        self._leave(transfer)
+        return transfer.complete()
 
     def progress(self) -> None:
         """Do nothing: gloo's threads move the bytes."""
@@ -253,11 +218,13 @@ class GlooBackend:
         if transfer.receipt is not None:
             return True
         # Asking is waiting, and a wait of 1 ms that finds work outstanding closes the connections: just what is due.
-        if transfer.failure is None and _finish_all(transfer, time.monotonic()) is None:
-            self._done(transfer)
+        if transfer.failure is None and finish_all(transfer, time.monotonic()) is None:
+            self._leave(transfer)
+            transfer.complete()
             return True
         self._sever(f"layer {transfer.layer}, phase abort", reason)
-        self._drop(transfer, reason)
+        self._leave(transfer)
+        transfer.give_up(reason)
         return False
 
     def close(self, force: bool = False) -> bool:
@@ -272,17 +239,20 @@ class GlooBackend:
         if self._closed:
             return not self._waiting
         self._closed = True
+        reason = "the backend was closed"
         if self._in_flight:
-            self._sever("close", "the backend was closed")
-        for transfer in list(self._in_flight.values()):
-            self._drop(transfer, "the backend was closed")
+            self._sever("close", reason)
+        for transfer in self._in_flight.values():
+            transfer.give_up(reason)
+        self._in_flight = {}
         if self._watch is not None:
             self._watch.close()
         if self._group is not None:
             self._group.close()
         if self._waiting:
             return False
-        self._release_staging()
+        if self._staging is not None:
+            self._staging.release()
         self._group = self._source = self._buffers = None
         return True
 
@@ -299,40 +269,6 @@ class GlooBackend:
             where, reason = self._poisoned
             raise error_for("EPLB-T004", name=self._context.name, where=where, reason=reason)
 
-    def _send_slot_nbytes(self, buffers: Buffers, on_host: bool) -> int:
-        """Return what one layer's sends take at most: on the host only what is packed, else every distinct row once.
-
-        The core's plan packs a row again, for a further peer, only as long as the distinct rows leave room for it.
-        """
-        num_peers = len(self._context.members) - 1
-        nbytes = buffers.send_nbytes if num_peers else 0
-        if on_host:
-            small = [
-                sum(tensor.numel() for tensor in layer if tensor.shape[1] < self.coalesce_nbytes)
-                for layer in buffers.rows
-            ]
-            nbytes = min(nbytes, num_peers * max(small, default=0))
-        return nbytes + ALIGNMENT * num_peers if nbytes else 0
-
-    def _allocate_staging(self, nbytes: int) -> None:
-        try:
-            for _ in range(self._context.staging_layers):
-                self._staging.append(self._context.staging.allocate(nbytes, torch.device("cpu")))
-        except BaseException:
-            self._release_staging()
-            raise
-
-    def _release_staging(self) -> None:
-        """Give send staging back, once no copy into it is queued: a transfer that failed midway leaves some behind."""
-        event = None
-        if self._context.stream is not None and self._staging:
-            try:
-                event = self._context.stream.record_event()
-            except RuntimeError:  # the device has failed, and nobody can say when its copies end: keep the memory
-                return
-        while self._staging:
-            self._context.staging.release(self._staging.pop(), event)
-
     def _check_peer(self, peer: PeerMetadata, registered: Registered) -> bytes:
         """Return a peer's nonce, after comparing what gloo would not survive if it differed."""
         if peer.rank not in self._context.members or peer.rank == self._context.rank:
@@ -348,32 +284,7 @@ class GlooBackend:
                 raise error_for("EPLB-M004", label=NAME, field=field_name, peer=peer.rank, local=local, remote=remote)
         return bytes(nonce)
 
-    @staticmethod
-    def _post(
-        handle: LayerTransfer,
-        group: GlooGroup,
-        receives: Messages,
-        sends: Messages,
-        landing: torch.Tensor,
-        outgoing: Iterator[torch.Tensor],
-    ) -> None:
-        # Receives first: gloo sends nothing before the other end has said that it is ready.
-        for peer, place, tag, offset, nbytes in zip(
-            receives.peers, receives.group_ranks, receives.tags, receives.offsets, receives.nbytes, strict=True
-        ):
-            handle.receives.append((peer, group.receive(landing[offset : offset + nbytes], place, tag)))
-        for peer, place, tag, buffer in zip(sends.peers, sends.group_ranks, sends.tags, outgoing, strict=True):
-            handle.sends.append((peer, group.send(buffer, place, tag)))
-
-    def _done(self, transfer: LayerTransfer) -> TransferReceipt:
-        self._drop(transfer, None)
-        transfer.receipt = TransferReceipt(transfer.nbytes_received, transfer.nbytes_sent)
-        return transfer.receipt
-
-    def _drop(self, transfer: LayerTransfer, failure: str | None) -> None:
-        """Forget posted operations; each holds a connection, a buffer and memory of the layer."""
-        transfer.failure = transfer.failure or failure
-        transfer.receives, transfer.sends = [], []
+    def _leave(self, transfer: LayerTransfer) -> None:
         if self._in_flight.get(transfer.slot) is transfer:
             del self._in_flight[transfer.slot]
 
@@ -384,10 +295,9 @@ class GlooBackend:
             self._group.sever()
             self._group.close()
 
-    def _explain(self, transfer: LayerTransfer, failure: _Failure, elapsed_s: float, watch: CancelWatch) -> Exception:
+    def _explain(self, transfer: LayerTransfer, failure: Failure, elapsed_s: float, watch: CancelWatch) -> Exception:
         """Say why a wait failed: because of what happened elsewhere, if anything did, else what gloo says."""
         where = f"layer {transfer.layer}, phase wait"
-        transfer.failure = failure.reason
         if watch.failure is not None:
             return watch.failure
         reason = watch.reason or self._context.cancelled()
@@ -400,37 +310,6 @@ class GlooBackend:
             return error_for("EPLB-T002", seconds=elapsed_s, where=where, waiting_for=waiting_for)
         whose = "" if failure.peer is None else f"with rank {failure.peer}, "
         return error_for("EPLB-T001", label=NAME, state=failure.reason, detail=f"({whose}{where}).")
-
-
-def _finish_all(transfer: LayerTransfer, deadline_s: float) -> _Failure | None:
-    """Wait for every receive, then for every send, each once: gloo counts a completion off when it is waited for.
-
-    Parameters
-    ----------
-    transfer : LayerTransfer
-        In flight.
-    deadline_s : float
-        On the monotonic clock, seconds.
-
-    Returns
-    -------
-    _Failure or None
-        None when all are complete. A connection that closed is reported at once, so that the reason is in place before
-        ours are closed; after a time-out gloo has closed them all, and the rest is only asked for who is silent.
-    """
-    receives, sends = transfer.receives, transfer.sends
-    for works in (receives, sends):
-        for i, (peer, work) in enumerate(works):
-            reason = finish(work, deadline_s - time.monotonic())
-            if reason is None:
-                continue
-            if not timed_out(reason):
-                return _Failure(reason, peer)
-            late = [peer, *(other for other, left in works[i + 1 :] if finish(left, 0.0) is not None)]
-            if works is receives:
-                return _Failure(reason, peer, timed_out=True, silent=late)
-            return _Failure(reason, peer, timed_out=True, untaken=late)
-    return None
 
 
 def _own(handle: object) -> LayerTransfer:

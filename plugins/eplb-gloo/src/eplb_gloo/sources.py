@@ -11,9 +11,7 @@ import numpy.typing as npt
 import torch
 
 from eplb_gloo.messages import Messages, MisfitError
-
-ALIGNMENT = 64
-"""Bytes; every packed message starts at a multiple of it in send staging."""
+from eplb_gloo.staging import ALIGNMENT
 
 
 class Source(Protocol):

@@ -61,6 +61,11 @@ class CancelWatch:
         """Is a wait in progress?"""
         return self._waiting
 
+    @property
+    def acted(self) -> bool:
+        """Has it severed the group?"""
+        return self.reason is not None or self.failure is not None
+
     def close(self, timeout_s: float = 0.5) -> None:
         """Stop the thread; a look that hangs is left to end by itself."""
         self._closed = True
@@ -77,13 +82,13 @@ class CancelWatch:
                 self._parked = idle >= _PARK_AFTER
                 self._condition.wait(None if self._parked else INTERVAL_S)
                 idle = 0 if self._waiting else idle + 1
-                if self._waiting and self.reason is None and self.failure is None:
+                if self._waiting and not self.acted:
                     self._look()
 
     def _look(self) -> None:
         try:
-            self.reason = self._cancelled()
+            self.reason = self._cancelled() or None
         except Exception as error:  # whatever it is, the waiting thread raises it
             self.failure = error
-        if self.reason or self.failure:
+        if self.acted:
             self._sever()
