@@ -25,7 +25,8 @@ def backends(
         typer.Option(metavar="cpu|cuda|...", help="Device type of the weights; by default cuda where a GPU is seen."),
     ] = None,
     probe: Annotated[
-        bool, typer.Option("--probe", help="Also run each backend's own check, in a process of its own.")
+        bool,
+        typer.Option("--probe", help="Also run each backend's and allocator's own check, in a process of its own."),
     ] = False,
     probe_limit: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="Limit of each probe.")] = 60.0,
 ) -> None:
@@ -38,11 +39,13 @@ def backends(
 
         inventory = take_inventory(discover(), use_async=use_async, device_type=device or likely_device_type())
         if probe:
-            from eplb_core.cli.probe import probe_all
+            from eplb_core.cli.probe import Kind, probe_all
 
-            found = probe_all([backend["name"] for backend in inventory["backends"]], limit_s=probe_limit)
-            for backend in inventory["backends"]:
-                backend["probe"] = found[backend["name"]]
+            names: list[tuple[Kind, str]] = [("backend", backend["name"]) for backend in inventory["backends"]]
+            names += [("staging", allocator["name"]) for allocator in inventory["staging"]]
+            found = probe_all(names, device=inventory["device"], limit_s=probe_limit)
+            for item, result in zip([*inventory["backends"], *inventory["staging"]], found, strict=True):
+                item["probe"] = result
     if as_json:
         print(json.dumps(inventory, indent=2))
     else:
@@ -67,6 +70,9 @@ def _render(console: Console, inventory: Mapping[str, Any]) -> None:
         if inventory[kind]:
             console.print()
             write_table(console, _others_table(title, inventory[kind]))
+        for item in inventory[kind]:
+            if "probe" in item:
+                _render_probe(console, item)
     _render_problems(console, inventory)
 
 
@@ -117,11 +123,11 @@ def _others_table(title: str, items: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _render_probe(console: Console, backend: Mapping[str, Any]) -> None:
-    probe = backend["probe"]
+def _render_probe(console: Console, item: Mapping[str, Any]) -> None:
+    probe = item["probe"]
     verdict = "works" if probe["ok"] else f"does not work: {probe['problem']}"
     console.print()
-    write(console, f"Probe of {backend['name']}, {probe['seconds']:.1f} s: {verdict}", hanging="  ")
+    write(console, f"Probe of {item['name']}, {probe['seconds']:.1f} s: {verdict}", hanging="  ")
     write_points(console, (f"{fact}: {value}" for fact, value in probe["facts"].items()))
 
 

@@ -11,7 +11,8 @@ The document, stable within a ``schema``; unknown keys may be added, none is dro
                       undeclared), async_reason, device_types, elastic_safe, zero_copy, batched, auto_priority (null =
                       only when named), requires, usable, why_not (null when usable), install_hint,
                       probe (only with --probe) {ok, facts, problem, seconds}}]
-    staging, policies [{name, summary, distribution, version, entry_point, api_version, usable, why_not, install_hint}]
+    staging, policies [{name, summary, distribution, version, entry_point, api_version, usable, why_not, install_hint,
+                      probe (of staging, only with --probe) as above}]
     failures          [{entry_point, distribution, version, reason}], plugins that were skipped
     conflicts         [{kind, name, claimants: [{entry_point, distribution, version, location}]}]
     excluded          [{entry_point, distribution, version, location}], left out by EPLB_PLUGINS
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from eplb_core import __version__
+from eplb_core.allocation import why_unfit
 from eplb_core.backend import API_VERSION, BackendInfo, PolicyInfo, StagingInfo
 from eplb_core.config import EPLBConfig
 from eplb_core.discovery import Catalog
@@ -106,9 +108,7 @@ def _backend(catalog: Catalog, info: BackendInfo, use_async: bool, device_type: 
 
 
 def _other(catalog: Catalog, kind: str, info: StagingInfo | PolicyInfo, device_type: str) -> dict[str, Any]:
-    reason = why_unavailable(info)
-    if isinstance(info, StagingInfo) and not {"*", device_type} & set(info.device_types):
-        reason = f"it stages for {', '.join(info.device_types)}, not for {device_type}"
+    reason = why_unfit(info, device_type) if isinstance(info, StagingInfo) else why_unavailable(info)
     return _common(catalog, kind, info, reason)
 
 

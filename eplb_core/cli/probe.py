@@ -1,4 +1,4 @@
-"""Probing backends: each runs its own ``probe()`` in a process of its own, so that a crash or a hang stays there."""
+"""Probing backends and staging allocators, each in a process of its own, so that a crash or a hang stays there."""
 
 from __future__ import annotations
 
@@ -9,39 +9,44 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 _TAIL_LINES = 3
 
 
-def probe_all(names: Sequence[str], *, limit_s: float) -> dict[str, dict[str, Any]]:
-    """Run the probes of backends, side by side.
+Kind = Literal["backend", "staging"]
+
+
+def probe_all(names: Sequence[tuple[Kind, str]], *, device: str, limit_s: float) -> list[dict[str, Any]]:
+    """Run the probes of backends and staging allocators, side by side.
 
     Parameters
     ----------
-    names : sequence of str
-        Backends to probe.
+    names : sequence of (kind, str)
+        What to probe.
+    device : str
+        ``torch.device.type`` of the weights.
     limit_s : float
         Seconds that each may take; then it is killed.
 
     Returns
     -------
-    dict of str to dict
-        By name: ``ok``, ``facts`` (str to str), ``problem`` (why not, or None) and ``seconds``.
+    list of dict
+        In that order: ``ok``, ``facts`` (str to str), ``problem`` (why not, or None) and ``seconds``.
     """
     if not names:
-        return {}
+        return []
     # As many at a time as there are cores, so that none runs out of time because of the others.
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        return dict(zip(names, pool.map(lambda name: _probe(name, limit_s), names), strict=True))
+        return list(pool.map(lambda each: _probe(each[0], each[1], device, limit_s), names))
 
 
-def _probe(name: str, limit_s: float) -> dict[str, Any]:
+def _probe(kind: Kind, name: str, device: str, limit_s: float) -> dict[str, Any]:
     started = time.monotonic()
     try:
         # The answer comes through stdout, which the child sets aside before it imports anything that could print.
         done = subprocess.run(
-            [sys.executable, "-m", "eplb_core.cli.probe", name],
+            [sys.executable, "-m", "eplb_core.cli.probe", kind, name, device],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=limit_s,
@@ -62,28 +67,39 @@ def _result(started: float, facts: dict[str, str] | None = None, problem: str | 
     return {"ok": problem is None, "facts": facts or {}, "problem": problem, "seconds": seconds}
 
 
-def _probe_here(name: str) -> dict[str, Any]:
-    """Import one backend and ask it; in the child."""
+def _probe_here(kind: Kind, name: str, device: str) -> dict[str, Any]:
+    """Import one backend or allocator and ask it; in the child."""
     from eplb_core.declaration import PluginRaisedError, contained
     from eplb_core.discovery import discover, load_target
     from eplb_core.errors import EplbError
     from eplb_core.selection import resolve
 
     try:
-        info = resolve(discover(), "backend", name)
-        options = load_target(info.options) if isinstance(info.options, str) else info.options
-        backend = load_target(info.target)
-        facts = contained("its probe()", lambda: backend.probe(None if options is None else options()))
+        if kind == "backend":
+            info = resolve(discover(), "backend", name)
+            options = load_target(info.options) if isinstance(info.options, str) else info.options
+            backend = load_target(info.target)
+            facts = contained("its probe()", lambda: backend.probe(None if options is None else options()))
+        else:
+            import torch
+
+            allocator = load_target(resolve(discover(), "staging", name).target)
+            if not hasattr(allocator, "probe"):
+                return {"facts": {"probe": "it has none"}}
+            facts = contained("its probe()", lambda: allocator.probe(torch.device(device)))
         return {"facts": {str(key): str(value) for key, value in facts.items()}}
-    except (EplbError, PluginRaisedError) as error:
+    except PluginRaisedError as raised:  # what it says for itself is the better text
+        return {"problem": str(raised.__cause__ if isinstance(raised.__cause__, EplbError) else raised)}
+    except EplbError as error:
         return {"problem": str(error)}
 
 
 def main() -> None:
-    """Probe the backend named on the command line and answer in JSON."""
+    """Probe what is named on the command line (kind, name, device type) and answer in JSON."""
     answer_fd = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints goes to stderr
-    answer = json.dumps(_probe_here(sys.argv[1]))
+    kind: Kind = "backend" if sys.argv[1] == "backend" else "staging"
+    answer = json.dumps(_probe_here(kind, *sys.argv[2:4]))
     with os.fdopen(answer_fd, "w", encoding="ascii") as pipe:
         pipe.write(answer)
 
