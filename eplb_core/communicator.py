@@ -6,30 +6,29 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from pydantic import BaseModel, ValidationError
 
-from eplb_core.allocation import build_allocator
-from eplb_core.backend import BackendInfo
-from eplb_core.config import EPLBConfig
+from eplb_core.agree import Proposal, agree, propose
+from eplb_core.assembly import assemble
 from eplb_core.control import ControlPlane, StoreGone
-from eplb_core.discovery import discover, load_target
-from eplb_core.errors import ConfigError, DiscoveryError, EplbError, PlanError, TransferError, error_for
+from eplb_core.council import refuse
+from eplb_core.errors import ConfigError, EplbError, PeerLostError, PlanError, TransferError, error_for
 from eplb_core.generation import Generation
-from eplb_core.layout import Layout, build_layout, check_landing
+from eplb_core.layout import build_layout, check_landing
 from eplb_core.ledger import Ledger
-from eplb_core.metadata import map_digest
-from eplb_core.plan import PlacementPlan, check_maps, plan_moves
 from eplb_core.report import RearrangeReport
-from eplb_core.selection import select
-from eplb_core.session import Assembly, Session, landing_device, refuse
+from eplb_core.session import Session, namespace
 from eplb_core.settle import settle
-from eplb_core.streams import Streams
-from eplb_core.vote import Ballot, Vote
+from eplb_core.vote import Vote
+
+if TYPE_CHECKING:
+    import torch
+    from pydantic import BaseModel
+
+    from eplb_core.config import EPLBConfig
 
 logger = logging.getLogger("eplb_core")
 
@@ -94,11 +93,13 @@ class Communicator:
         members = tuple(range(control.world_size))
         with _telling_the_others(control, name, epoch, members, float(config.timeout_s)):
             layout = build_layout(weights, tensor_names)
-            self._assembly = _assemble(config, layout, stream, options, observers, name)
+            self._assembly = assemble(config, layout, stream=stream, options=options, observers=observers, name=name)
             if landing is not None and self._assembly.backend_class.landing_layout != "rows":
                 problem = f"landing= was given, and {self._assembly.info.name} packs its landing memory"
                 raise ConfigError("EPLB-C010", problem=problem)
-            self._host_landing = None if landing is None else check_landing(landing, layout)
+            self._host_landing = (
+                None if landing is None else check_landing(landing, layout, staging_layers=config.staging_layers)
+            )
         self._ledger = Ledger(name, self._assembly.info.name, layout, self._assembly.allocator)
         self._ledger.epoch = epoch
         self._session = Session(self._assembly, control, epoch, members, device_group, self._host_landing)
@@ -149,8 +150,9 @@ class Communicator:
             low, high = np.triu_indices(len(members), k=1)
             pairs = np.stack([members[low], members[high]], axis=1)
             others = [rank for rank in self._session.members if rank != self._session.rank]
-            self._connect(limit_s)
-            self._link(pairs, others, limit_s)
+            with self._poisoning("connect"):
+                self._session.connection.compare(limit_s)
+                self._session.connection.link(pairs, others, limit_s)
 
     def rearrange(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> RearrangeReport:
         """Bring all layers from one placement to another; collective and synchronous.
@@ -197,123 +199,43 @@ class Communicator:
             if self._ledger.open is not None:
                 raise PlanError("EPLB-P004", problem="begin() while a generation is open")
             session = self._session
-            # What the caller has enqueued (loading weights, the last commit's copies) is done before anyone reads.
-            self._assembly.streams.synchronise(self._assembly.streams.mark())
-            self._connect(self.config.timeout_s)
-            session.generation += 1
-            self._ledger.entered(session.epoch, session.generation)
+            # What the caller has enqueued (loading weights, the last commits' copies) is done before anyone reads.
+            self._assembly.streams.settle([self._assembly.streams.mark(), *self._ledger.take_slot_events()])
+            with self._poisoning("connect"):
+                session.connection.compare(session.timeout_s)
+            session.council.generation += 1
+            self._ledger.entered(session.epoch, session.council.generation)
             with self._ledger.phase("agree"):
-                old, new, plan, refusal = self._plan(old_map, new_map)
-                self._agree(old, new, refusal)
-            if plan is None or old is None or new is None:
-                raise refusal or error_for("EPLB-P001", problem="no plan")
-            generation = Generation(session, plan, self._ledger)
-            self._ledger.agreed(generation, old, new)
-            with self._ledger.phase("connect"):
-                self._link(plan.pairs, plan.peers(session.rank), float(self.config.timeout_s))
+                proposal = self._agree(old_map, new_map)
+            generation = Generation(session, proposal.plan, self._ledger)
+            self._ledger.agreed(generation, proposal.old, proposal.new)
+            with self._ledger.phase("connect"), self._poisoning("connect"):
+                session.connection.link(proposal.plan.pairs, proposal.plan.peers(session.rank), session.timeout_s)
             return generation
 
-    def _connect(self, timeout_s: float) -> None:
-        try:
-            self._session.connect(timeout_s)
-        except StoreGone as gone:
-            self._lost(gone, "connect")
-        except EplbError as error:
-            self._ledger.poison(error, "connect")
-            raise
-
-    def _link(self, pairs: npt.NDArray[np.int64], peers: Sequence[int], timeout_s: float) -> None:
-        try:
-            self._session.link(pairs, peers, timeout_s)
-        except StoreGone as gone:
-            self._lost(gone, "connect")
-        except EplbError as error:
-            self._ledger.poison(error, "connect")
-            raise
-
-    def _plan(
-        self, old_map: npt.ArrayLike, new_map: npt.ArrayLike
-    ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int64] | None, PlacementPlan | None, EplbError | None]:
-        """Make the plan, or the error that this rank's ballot carries: bad arguments must hang nobody."""
-        layout, session = self._assembly.layout, self._session
-        world_size = self._control.world_size
-        old = new = None
-        try:
-            old, new = check_maps(
-                old_map,
-                new_map,
-                num_layers=layout.num_layers,
-                world_size=world_size,
-                num_local_physical_experts=layout.num_local_physical_experts,
-            )
-            members = session.members if len(session.members) < world_size else None
-            plan = plan_moves(old, new, world_size=world_size, members=members, nodes=session.nodes)
-        except EplbError as error:
-            return old, new, None, error
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            return old, new, None, error_for("EPLB-P001", problem=f"planning failed ({reason})")
-        return old, new, plan, None
-
-    def _agree(
-        self, old: npt.NDArray[np.int64] | None, new: npt.NDArray[np.int64] | None, refusal: EplbError | None
-    ) -> None:
+    def _agree(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Proposal:
         session = self._session
-        where = f"generation {session.generation}, phase agree"
-        vote = session.vote("agree", where)
-        session.attend(vote)
         try:
-            if refusal is None:
-                refusal = self._compare_maps(vote, old, new)
-            if refusal is None and session.hooks.observed:
-                refusal = self._observe_agree(where)
-            if refusal is not None:
-                decision = vote.abort(refusal)
-            else:
-                vote.cast(Ballot(True), session.tally)
-                decision = session.decide(vote)
-            if decision.commit:
-                session.forget()
-            session.forget_later([vote], extra=[session.first_maps_key])
-            if decision.commit:
-                return
+            return agree(session, propose(session, old_map, new_map))
+        except StoreGone as gone:
+            self._lost(gone, "agree")
+        except PeerLostError as error:  # a stalled rank may come back and find the outcome; a dead one will not
+            self._ledger.poison(error, f"generation {session.council.generation}, phase agree")
+            raise
+
+    @contextmanager
+    def _poisoning(self, where: str) -> Iterator[None]:
+        """Refuse further use after a failure to connect: its outcome will not change."""
+        try:
+            yield
         except StoreGone as gone:
             self._lost(gone, where)
-        error = decision.error or error_for("EPLB-T007", rank=decision.by, where=where, reason="no reason given")
-        if error.code == "EPLB-T003":  # a stalled rank may come back and find the outcome; a dead one will not
-            self._ledger.poison(error, where)
-        raise error from (refusal if refusal is not error else None)
-
-    def _compare_maps(
-        self, vote: Vote, old: npt.NDArray[np.int64] | None, new: npt.NDArray[np.int64] | None
-    ) -> EplbError | None:
-        """Compare this rank's maps with the first ones stored."""
-        session = self._session
-        if old is None or new is None:
-            return error_for("EPLB-P001", problem="no maps")
-        mine = {"old maps": map_digest(old).hex(), "new maps": map_digest(new).hex()}
-        rank, theirs = session.first_maps(mine)
-        differing = [what for what, digest in mine.items() if theirs.get(what) != digest]
-        if not differing:
-            return None
-        detail = f"Rank {session.rank} and rank {rank} differ ({vote.where}); nothing was moved."
-        return PlanError("EPLB-P003", what=" and ".join(differing), detail=detail)
-
-    def _observe_agree(self, where: str) -> EplbError | None:
-        from eplb_core.backend import Event
-
-        session = self._session
-        try:
-            session.hooks.observe(Event("agree", self.name, session.epoch, session.generation, None, True))
         except EplbError as error:
-            return error
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            return error_for("EPLB-T007", rank=session.rank, where=where, reason=reason)
-        return None
+            self._ledger.poison(error, where)
+            raise
 
     def _lost(self, gone: StoreGone, where: str) -> NoReturn:
-        dead = ", ".join(f"rank {rank}" for rank in self._session.dead)
+        dead = ", ".join(f"rank {rank}" for rank in self._session.council.dead)
         error = error_for(
             "EPLB-T005", where=where, problem=str(gone), layers="none", detail=f"Gone: {dead}." if dead else ""
         )
@@ -372,10 +294,12 @@ class Communicator:
                 control.start_epochs_at(self.name, before.epoch)
                 self._control = control
             if landing is not None:
-                self._host_landing = check_landing(landing, self._assembly.layout)
+                self._host_landing = check_landing(
+                    landing, self._assembly.layout, staging_layers=self.config.staging_layers
+                )
             epoch = self._control.next_epoch(self.name)
             try:
-                client = self._control.client(f"eplb/{self.name}/{epoch}", self.config.timeout_s)
+                client = self._control.client(namespace(self.name, epoch), float(self.config.timeout_s))
                 settle(
                     client,
                     self._ledger,
@@ -393,13 +317,14 @@ class Communicator:
                 self._assembly, self._control, epoch, members, self._device_group, self._host_landing
             )
             self._ledger.new_epoch(epoch)
-            self._connect(timeout_s)
+            with self._poisoning("rebuild"):
+                self._session.connection.compare(timeout_s)
         return self._ledger.report()
 
     def _retire(self, session: Session, *, new_landing: bool) -> None:
         """Close an epoch's backend; keep it, and its landing memory, for ever when it may still be written."""
         safe = session.close_backend(force=True) or not self._ledger.undrained
-        session.goodbye()
+        session.council.goodbye()
         if safe and self._give_landing_back(session):
             return
         if len(self._quarantine) >= self.config.staging_layers:
@@ -439,12 +364,12 @@ class Communicator:
         safe = session.close_backend(force=unclean) or not self._ledger.undrained
         try:
             if unclean:
-                session.vanish()
+                session.council.vanish()
             else:
-                session.goodbye()
+                session.council.goodbye()
             if self._control.hosts_store and not force:
                 limit_s = _CLOSE_FORCED_S if unclean else float(self.config.timeout_s)
-                session.await_goodbyes(limit_s)
+                session.council.await_goodbyes(limit_s)
         except StoreGone as gone:
             logger.warning("%s: the store was gone at close: %s", self.name, gone)
         if not (safe and self._give_landing_back(session)):
@@ -472,7 +397,7 @@ def _telling_the_others(
         yield
     except Exception as error:
         try:
-            client = control.client(f"eplb/{name}/{epoch}", timeout_s)
+            client = control.client(namespace(name, epoch), timeout_s)
         except StoreGone:
             raise error from None
         vote = Vote(
@@ -487,66 +412,3 @@ def _telling_the_others(
         )
         refuse(vote, control.rank, error)
         raise
-
-
-def _assemble(
-    config: EPLBConfig,
-    layout: Layout,
-    stream: Any,
-    options: Mapping[str, Any] | BaseModel | None,
-    observers: Sequence[object],
-    name: str,
-) -> Assembly:
-    """Choose the backend, check its options, probe it, and load its class and the staging allocator."""
-    catalog = discover()
-    choice = select(config, device_type=layout.device.type, catalog=catalog)
-    info = choice.info
-    checked = _check_options(info, options)
-    cls: Any = load_target(info.target)
-    if getattr(cls, "landing_layout", None) not in ("rows", "packed_by_peer"):
-        reason = f"{info.target} must declare landing_layout as 'rows' or 'packed_by_peer'"
-        raise DiscoveryError("EPLB-D003", backend=info.name, reason=reason)
-    if hasattr(cls, "probe"):
-        try:
-            cls.probe(checked)
-        except EplbError:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise DiscoveryError("EPLB-D004", backend=info.name, reason=reason, detail=info.install_hint) from error
-    return Assembly(
-        name=name,
-        config=config,
-        info=info,
-        backend_class=cls,
-        backend_version=catalog.origins[("backend", info.name)].version,
-        options=checked,
-        layout=layout,
-        streams=Streams(layout.device, stream),
-        allocator=build_allocator(
-            config,
-            catalog,
-            weights=layout.device,
-            staged_on=landing_device(cls, layout.device),
-            backend=info.name,
-        ),
-        observers=tuple(observers),
-    )
-
-
-def _check_options(info: BackendInfo, options: Mapping[str, Any] | BaseModel | None) -> BaseModel | None:
-    model: Any = load_target(info.options) if isinstance(info.options, str) else info.options
-    if model is None:
-        if options:
-            raise ConfigError("EPLB-C008", backend=info.name, problem="it takes no options")
-        return None
-    if isinstance(options, model):
-        return cast("BaseModel", options)
-    if isinstance(options, BaseModel):
-        problem = f"expected {model.__name__}, got {type(options).__name__}"
-        raise ConfigError("EPLB-C008", backend=info.name, problem=problem)
-    try:
-        return model(**(options or {}))  # type: ignore[no-any-return]
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError("EPLB-C008", backend=info.name, problem=problems) from error

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from eplb_core.backend import Event
 from eplb_core.control import StoreGone
 from eplb_core.errors import CommitError, PlanError, StoreLostError, error_for
-from eplb_core.landing import CommitCopies, commit_copies
-from eplb_core.streams import Streams
+from eplb_core.landing import NOTHING, CommitCopies, commit_copies
 from eplb_core.vote import Ballot, Decision, Vote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from eplb_core.ledger import Ledger
-    from eplb_core.plan import PlacementPlan, TransferPlan
+    from eplb_core.plan import PlacementPlan
     from eplb_core.session import Session
 
 _DRAIN_LIMIT_S = 5.0
@@ -30,9 +29,8 @@ class StagedLayer:
 
     number: int
     slot: int
-    plan: TransferPlan
-    copies: CommitCopies
     vote: Vote
+    copies: CommitCopies = NOTHING
     handle: object = None
     failure: Exception | None = None
     landed: bool = False
@@ -65,6 +63,7 @@ class Generation:
     def __init__(self, session: Session, plan: PlacementPlan, ledger: Ledger) -> None:
         self.layers = plan.layers
         self._session = session
+        self._council = session.council
         self._plan = plan
         self._ledger = ledger
         self._slots = session.assembly.config.staging_layers
@@ -130,7 +129,7 @@ class Generation:
             left = [*self._uncommitted, *self.layers[self._next_stage :]]
             if left:
                 raise PlanError("EPLB-P004", problem=f"end() before layer(s) {left} were staged and committed")
-            self._session.forget_later(self._votes)
+            self._council.forget_later(self._votes)
             self._ledger.ended(self)
 
     def run(self) -> None:
@@ -180,47 +179,51 @@ class Generation:
         """Start the next layer's transfer, if there is one; a failure is kept for its own vote."""
         if self._next_start >= len(self.layers):
             return
-        session, config = self._session, self._session.assembly.config
         layer = self.layers[self._next_start]
-        slot = self._next_start % self._slots
+        vote = self._council.vote(str(layer), f"layer {layer}, phase vote")
+        staged = StagedLayer(layer, self._next_start % self._slots, vote)
         self._next_start += 1
+        self._started[layer] = staged
+        self._votes.append(vote)
         with self._ledger.phase("transfer"):
-            Streams.synchronise(self._ledger.slot_events.pop(slot, None))
-            geometry = session.assembly.layout.geometries[layer]
-            plan = self._plan.transfer_plan(
-                layer,
-                session.rank,
-                geometry,
-                generation=session.generation,
-                sequence=self._ledger.next_sequence(),
-                slot=slot,
-                landing_layout=session.backend.landing_layout,
-                coalesce_nbytes=int(getattr(session.backend, "coalesce_nbytes", 0)),
-                batched=session.assembly.info.batched,
-                max_ops_per_batch=config.max_ops_per_batch,
-                migration_batching=config.enable_migration_batching,
-            )
-            copies = commit_copies(
-                self._ledger.row_views(layer),
-                geometry,
-                self._plan.commit_plan(layer, session.rank),
-                plan.receives,
-                session.landing,
-                slot,
-            )
-            vote = session.vote(str(layer), f"layer {layer}, phase vote")
-            staged = StagedLayer(layer, slot, plan, copies, vote)
-            self._started[layer] = staged
-            self._votes.append(vote)
             try:
-                staged.handle = session.hooks.transfer(plan)
+                self._transfer(staged)
             except Exception as error:
                 staged.failure = error
+
+    def _transfer(self, staged: StagedLayer) -> None:
+        session, layer = self._session, staged.number
+        config = session.assembly.config
+        # The copies out of this slot may still run on the device; they end before anything lands in it again.
+        session.assembly.streams.settle(self._ledger.take_slot_events(staged.slot))
+        geometry = session.assembly.layout.geometries[layer]
+        plan = self._plan.transfer_plan(
+            layer,
+            session.rank,
+            geometry,
+            generation=self._council.generation,
+            sequence=self._ledger.next_sequence(),
+            slot=staged.slot,
+            landing_layout=session.backend.landing_layout,
+            coalesce_nbytes=session.coalesce_nbytes,
+            batched=session.assembly.info.batched,
+            max_ops_per_batch=config.max_ops_per_batch,
+            migration_batching=config.enable_migration_batching,
+        )
+        staged.copies = commit_copies(
+            self._ledger.row_views(layer),
+            geometry,
+            self._plan.commit_plan(layer, session.rank),
+            plan.receives,
+            session.landing,
+            staged.slot,
+        )
+        staged.handle = session.hooks.transfer(plan)
 
     def _land(self, staged: StagedLayer) -> None:
         """Wait for a layer's rows and cast the ballot."""
         session = self._session
-        session.attend(staged.vote)
+        self._council.attend(staged.vote)
         with self._guard(staged):
             if staged.failure is not None:
                 raise staged.failure
@@ -239,7 +242,7 @@ class Generation:
     def _decide(self, staged: StagedLayer) -> None:
         """Wait for a layer's decision and obey it."""
         with self._guard(staged), self._ledger.phase("vote"):
-            decision = self._session.decide(staged.vote)
+            decision = self._council.decide(staged.vote)
         if not decision.commit:
             self._abandon(staged.number, decision, None)
         del self._started[staged.number]
@@ -256,7 +259,7 @@ class Generation:
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
                 dead = CommitError("EPLB-T006", layer=staged.number, rank=session.rank, reason=reason)
-                session.vanish()
+                self._council.vanish()
                 self._ledger.poison(dead, f"layer {staged.number}, phase commit")
                 raise dead from error
             del self._uncommitted[staged.number]
@@ -272,9 +275,9 @@ class Generation:
             try:
                 session.hooks.observe(self._event("tally", staged.number, evidence=shown))
             except Exception as error:
-                named, fatal = session.diagnose(error, staged.vote, staged.vote.where)
+                named, fatal = self._council.diagnose(error, staged.vote, staged.vote.where)
                 return Decision(False, session.rank, named, fatal)
-        return session.tally(ballots)
+        return self._council.tally(ballots)
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
@@ -297,7 +300,7 @@ class Generation:
 
     def _fail(self, staged: StagedLayer, error: Exception, where: str) -> NoReturn:
         try:
-            named, fatal = self._session.diagnose(error, staged.vote, where)
+            named, fatal = self._council.diagnose(error, staged.vote, where)
             decision = staged.vote.abort(named, fatal=fatal)
         except StoreGone as gone:
             self._store_lost(gone, where)
@@ -308,7 +311,7 @@ class Generation:
         session = self._session
         reason = str(decision.error or "no reason given")
         drained = self._drain(reason)
-        where = f"layer {layer}, generation {session.generation}"
+        where = f"layer {layer}, generation {self._council.generation}"
         error = decision.error or error_for("EPLB-T007", rank=decision.by, where=where, reason=reason)
         for staged in list(self._uncommitted.values()):
             self._commit(staged)
@@ -319,7 +322,7 @@ class Generation:
             usable = False
         if not usable:
             self._ledger.poison(error, where, undrained=not drained)
-        self._session.forget_later(self._votes)
+        self._council.forget_later(self._votes)
         self._ledger.ended(self)
         session.hooks.tell(self._event("abort", layer, ok=False, reason=reason))
         raise error from cause
@@ -338,19 +341,19 @@ class Generation:
         return drained
 
     def _all_drained(self, layer: int, drained: bool) -> bool:
-        vote = self._session.vote(f"{layer}/drain", f"layer {layer}, phase drain")
+        vote = self._council.vote(f"{layer}/drain", f"layer {layer}, phase drain")
         self._votes.append(vote)
-        self._session.attend(vote)
-        vote.cast(Ballot(drained), self._session.tally)
+        self._council.attend(vote)
+        vote.cast(Ballot(drained), self._council.tally)
         limit_s = min(_DRAIN_LIMIT_S, self._session.timeout_s)
-        return self._session.decide(vote, pump=True, timeout_s=limit_s).commit
+        return self._council.decide(vote, timeout_s=limit_s, pump=self._session.backend.progress).commit
 
     def _store_lost(self, gone: StoreGone, where: str) -> NoReturn:
         doubtful = [s for s in self._started.values() if s.vote.balloted and s.vote.decision is None]
         drained = self._drain("the store is lost")
         for staged in list(self._uncommitted.values()):
             self._commit(staged)
-        dead = ", ".join(f"rank {rank}" for rank in self._session.dead)
+        dead = ", ".join(f"rank {rank}" for rank in self._council.dead)
         detail = f"Gone: {dead}." if dead else ""
         layers = [staged.number for staged in doubtful] or "none"
         error = StoreLostError("EPLB-T005", where=where, problem=str(gone), layers=layers, detail=detail)
@@ -360,4 +363,6 @@ class Generation:
 
     def _event(self, kind: Any, layer: int, ok: bool = True, reason: str = "", evidence: Any = None) -> Event:
         session = self._session
-        return Event(kind, session.assembly.name, session.epoch, session.generation, layer, ok, reason, evidence or {})
+        return Event(
+            kind, session.assembly.name, session.epoch, self._council.generation, layer, ok, reason, evidence or {}
+        )

@@ -114,6 +114,10 @@ class CommitCopies:
             torch._foreach_copy_(destinations, sources, non_blocking=True)
 
 
+NOTHING = CommitCopies((), 0)
+"""The commit of a layer whose transfer did not come to be."""
+
+
 def commit_copies(
     row_views: Sequence[Sequence[torch.Tensor]],
     geometry: LayerGeometry,

@@ -99,6 +99,11 @@ class Ledger:
             self.open = None
         self._seconds = time.perf_counter() - self._began
 
+    def take_slot_events(self, slot: int | None = None) -> list[Any]:
+        """Return, once, the events after the last commit's copies out of a slot, or out of all."""
+        slots = list(self.slot_events) if slot is None else [slot]
+        return [self.slot_events.pop(number, None) for number in slots]
+
     def next_sequence(self) -> int:
         """Count transfers of an epoch; every rank starts the same ones."""
         self._sequence += 1

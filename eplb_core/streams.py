@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from eplb_core.errors import error_for
 
 if TYPE_CHECKING:
     import torch
@@ -17,12 +21,15 @@ class Streams:
         Where the weights live.
     stream : torch.Stream or None
         For the backend's own copies; None is a stream of our own, or nothing on CPU.
+    timeout_s : float
+        Limit of a wait for the device, seconds.
     """
 
-    def __init__(self, device: torch.device, stream: Any | None) -> None:
+    def __init__(self, device: torch.device, stream: Any | None, timeout_s: float) -> None:
         import torch
 
         self._device = device
+        self._timeout_s = timeout_s
         self._is_cpu = device.type == "cpu"
         self.side: Any = None if self._is_cpu else stream if stream is not None else torch.Stream(device=device)
 
@@ -33,16 +40,30 @@ class Streams:
         import torch
 
         event = torch.Event(device=self._device)
+        # Named, for the current stream is the calling thread's.
         event.record(torch.accelerator.current_stream(self._device))
         return event
 
-    def hold_side_until(self, event: Any) -> None:
-        """Let the side stream start nothing before an event of `mark`."""
-        if event is not None:
-            self.side.wait_event(event)
+    def settle(self, events: Iterable[Any]) -> None:
+        """Block this thread until events of `mark` have happened on the device.
 
-    @staticmethod
-    def synchronise(event: Any) -> None:
-        """Block this thread until an event of `mark` has happened on the device."""
-        if event is not None:
-            event.synchronize()
+        Polls, for ``synchronize`` has no limit and a device may hang.
+
+        Raises
+        ------
+        StalledError
+            The device did not come to one within the limit (EPLB-T002).
+        """
+        until = time.monotonic() + self._timeout_s
+        for event in events:
+            pause_s = 20e-6
+            while event is not None and not event.query():
+                if time.monotonic() >= until:
+                    raise error_for(
+                        "EPLB-T002",
+                        seconds=self._timeout_s,
+                        where="this rank's own stream",
+                        waiting_for=str(self._device),
+                    )
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, 1e-3)
