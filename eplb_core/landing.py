@@ -156,9 +156,7 @@ def commit_copies(
         return landing.spare_row(tensor, sizes[tensor]) if row == spare_number else row_views[tensor][row]
 
     pairs = plan.copies.tolist()
-    bounds = [*plan.level_starts.tolist(), len(pairs)] if len(pairs) else []
-    bounds = sorted(set(bounds))
-    for start, end in itertools.pairwise(bounds):
+    for start, end in itertools.pairwise(plan.level_starts.tolist()):
         level = pairs[start:end]
         steps.append(
             (
