@@ -88,6 +88,7 @@ DTYPES = [
     torch.uint16,
     torch.bool,
     torch.int8,
+    torch.int16,
     torch.float32,
     torch.complex64,
 ]

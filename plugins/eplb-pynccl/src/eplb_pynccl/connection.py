@@ -57,7 +57,7 @@ class WaitEnded(Exception):
 class _Bounded:
     """A call into NCCL that may block, in a thread of its own."""
 
-    call: Callable[[], Any]
+    call: Callable[[], Any] | None
     result: Any = None
     error: Exception | None = None
     finished: threading.Event = field(default_factory=threading.Event)
@@ -68,8 +68,9 @@ class _Bounded:
         return self
 
     def _run(self) -> None:
+        call, self.call = self.call, None  # it refers to the one that keeps this
         try:
-            self.result = self.call()
+            self.result = call() if call is not None else None
         except Exception as error:
             self.error = error
         self.finished.set()
@@ -137,18 +138,18 @@ class Connection:
         """
         if self._ended:
             raise NcclError("the communicator was aborted")
-        while not self._binding.in_progress(self._handle):
-            launching, self._launching = self._launching, None
-            if launching is not None:
-                # Not before: until NCCL says so the operations may not be on the stream yet.
-                launching.mark = self._stream.mark()
-                self._launched.append(launching)
-            if not self._waiting:
-                break
-            batch = self._waiting.popleft()
-            self._launch(batch)
-            self._launching = batch
         try:
+            while not self._binding.in_progress(self._handle):
+                if self._launching is not None:
+                    # Not before: until NCCL says so the operations may not be on the stream yet.
+                    self._launching.mark = self._stream.mark()
+                    self._launched.append(self._launching)
+                    self._launching = None
+                if not self._waiting:
+                    break
+                batch = self._waiting.popleft()
+                self._launch(batch)
+                self._launching = batch
             while self._launched and self._stream.reached(self._launched[0].mark):
                 self._launched.popleft().done = True
         except RuntimeError as error:  # the device's own
