@@ -24,7 +24,7 @@ DEFAULT = "torch"
 
 
 def build_allocator(
-    config: EPLBConfig, catalog: Catalog, *, weights: torch.device, staged_on: torch.device, backend: str
+    config: EPLBConfig, catalog: Catalog, *, weights: torch.device, landing_device: str, backend: str
 ) -> StagingAllocator:
     """Find, check, probe and build the allocator that a configuration names, and say in a log line which it is.
 
@@ -38,8 +38,8 @@ def build_allocator(
         What is installed.
     weights : torch.device
         Where the weights live.
-    staged_on : torch.device
-        Where the backend wants its landing memory: there, or on the host.
+    landing_device : {"weights", "host"}
+        Where the backend stages.
     backend : str
         Its name, for messages.
 
@@ -58,7 +58,8 @@ def build_allocator(
     """
     name = config.staging or DEFAULT
     info = resolve(catalog, "staging", name)
-    reason = why_unfit(info, weights.type, "host" if staged_on.type == "cpu" else "device", backend)
+    on_host = landing_device == "host" or weights.type == "cpu"
+    reason = why_unfit(info, weights.type, "host" if on_host else "device", backend)
     if reason is not None:
         hint = f"To install: {info.install_hint}" if info.install_hint else ""
         raise ConfigError("EPLB-C014", staging=name, reason=reason, detail=hint)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, ValidationError
 
+from eplb_core.allocation import build_allocator
 from eplb_core.backend import BackendInfo, StagingAllocator
-from eplb_core.discovery import Catalog, discover, load_target
+from eplb_core.discovery import discover, load_target
 from eplb_core.errors import ConfigError, DiscoveryError, EplbError
 from eplb_core.layout import Layout
-from eplb_core.selection import resolve, select, why_unavailable
+from eplb_core.selection import select
 from eplb_core.streams import Streams
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def assemble(
     Raises
     ------
     ConfigError
-        No backend fits, or its options do not.
+        No backend fits, or its options do not, or the staging allocator does not.
     DiscoveryError
         The chosen backend cannot be loaded, or fails its probe; no other is taken instead.
     """
@@ -120,7 +121,9 @@ def assemble(
         options=checked,
         layout=layout,
         streams=Streams(layout.device, stream, float(config.timeout_s)),
-        allocator=_allocator(config.staging or "torch", catalog, layout),
+        allocator=build_allocator(
+            config, catalog, weights=layout.device, landing_device=cls.landing_device, backend=info.name
+        ),
         observers=tuple(observers),
     )
 
@@ -141,12 +144,3 @@ def _check_options(info: BackendInfo, options: Mapping[str, Any] | BaseModel | N
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError("EPLB-C008", backend=info.name, problem=problems) from error
-
-
-def _allocator(name: str, catalog: Catalog, layout: Layout) -> StagingAllocator:
-    info = resolve(catalog, "staging", name)
-    reason = why_unavailable(info)
-    if reason is not None:
-        raise ConfigError("EPLB-C011", staging=name, detail=f"{reason}. {info.install_hint}".strip())
-    target: Any = load_target(info.target)
-    return cast("StagingAllocator", target(layout.device))

@@ -78,7 +78,6 @@ class Session:
 
     def _build(self, device_group: Any, host_landing: list[list[torch.Tensor]] | None) -> None:
         import torch
-        import torch.distributed as dist
 
         made = self.assembly
         config, layout, cls = made.config, made.layout, made.backend_class
@@ -91,6 +90,17 @@ class Session:
             allocator=made.allocator,
             host_landing=host_landing,
         )
+        try:
+            self._build_backend(device_group, host_landing)
+        except BaseException:
+            self.landing.release()  # nobody is connected who could write there
+            raise
+
+    def _build_backend(self, device_group: Any, host_landing: list[list[torch.Tensor]] | None) -> None:
+        import torch.distributed as dist
+
+        made = self.assembly
+        config, layout, cls = made.config, made.layout, made.backend_class
         context = BackendContext(
             rank=self.rank,
             world_size=self.control.world_size,

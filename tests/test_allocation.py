@@ -27,7 +27,7 @@ if str(SUPPORT) not in sys.path:
 
 import fake_device  # noqa: E402
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -58,11 +58,11 @@ def slab(monkeypatch):
     return StagingInfo("slab", "big pages", API_VERSION, "slab_staging:Slab")
 
 
-def build(info: StagingInfo, name: str | None = "slab", *, weights=CPU, staged_on=CPU):
+def build(info: StagingInfo, name: str | None = "slab", *, weights=CPU, landing_device="host"):
     torchs = eplb.discover().staging["torch"]
     catalog = Catalog(staging={"torch": torchs, info.name: info})
     config = eplb.EPLBConfig(staging=name)
-    return build_allocator(config, catalog, weights=weights, staged_on=staged_on, backend="swift")
+    return build_allocator(config, catalog, weights=weights, landing_device=landing_device, backend="swift")
 
 
 def refusal(info: StagingInfo, **keywords) -> str:
@@ -91,18 +91,21 @@ def test_an_unknown_name_is_refused_with_what_is_installed(slab):
 
 
 @pytest.mark.parametrize(
-    ("fields", "staged_on", "reason"),
+    ("fields", "weights", "landing_device", "reason"),
     [
-        ({"device_types": ("cuda",)}, CPU, "it stages for cuda, not for cpu"),
-        ({"memory": "device"}, CPU, "swift stages in host memory, and it has device memory only"),
-        ({"memory": "host"}, torch.device("cuda", 0), "swift stages in device memory, and it has host memory only"),
-        ({"requires": ("no_such_library",)}, CPU, "no_such_library is not installed"),
-        ({"available": lambda: "there is no driver"}, CPU, "there is no driver"),
+        ({"device_types": ("cuda",)}, CPU, "host", "it stages for cuda, not for cpu"),
+        ({"memory": "device"}, CPU, "weights", "swift stages in host memory, and it has device memory only"),
+        ({"memory": "device"}, CUDA, "host", "swift stages in host memory, and it has device memory only"),
+        ({"memory": "host"}, CUDA, "weights", "swift stages in device memory, and it has host memory only"),
+        ({"requires": ("no_such_library",)}, CPU, "host", "no_such_library is not installed"),
+        ({"available": lambda: "there is no driver"}, CPU, "host", "there is no driver"),
     ],
 )
-def test_one_that_cannot_serve_is_refused_with_the_reason_and_never_replaced(slab, fields, staged_on, reason):
+def test_one_that_cannot_serve_is_refused_with_the_reason_and_never_replaced(
+    slab, fields, weights, landing_device, reason
+):
     unfit = StagingInfo(**{**vars(slab), "install_hint": "pip install slab", **fields})
-    text = refusal(unfit, staged_on=staged_on)
+    text = refusal(unfit, weights=weights, landing_device=landing_device)
     assert f"Staging allocator 'slab' cannot be used: {reason}. To install: pip install slab" in text
 
 
