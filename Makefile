@@ -52,5 +52,5 @@ $(VENV)/.made:
 
 $(VENV)/.installed: $(VENV)/.made requirements-dev.txt pyproject.toml $(PLUGINS:=/pyproject.toml)
 	$(BIN)/python -m pip install --disable-pip-version-check \
-		-r requirements-dev.txt -e '.[cli,testing]' $(addprefix -e ,$(PLUGINS))
+		-r requirements-dev.txt -e '.[cli,prometheus,testing]' $(addprefix -e ,$(PLUGINS))
 	touch $@

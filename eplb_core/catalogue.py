@@ -503,6 +503,31 @@ _add(
     ],
 )
 
+_add(
+    "EPLB-T011",
+    "Checksum mismatch in layer {layer}: {what}, landed on rank {dst} otherwise than rank {src} sent it.",
+    meaning="A row's digest at its source and where it landed differ; no rank committed the layer.",
+    when="At the vote on a layer, on every rank, with the observer Checksums.",
+    situations=[
+        "a faulty backend, link or memory",
+        "the host wrote into a weight or a landing buffer while the layer moved",
+        "an injected corruption",
+    ],
+    solutions=[
+        "run again over another backend to see whether the backend is to blame",
+        "keep weights as they are between begin() and commit()",
+        "report it to the backend's author with the ranks, tensor and row named",
+    ],
+)
+_add(
+    "EPLB-T012",
+    "The checksums of layer {layer} are incomplete: {problem}.",
+    meaning="A row's digest is missing at one of its ends, so the layer was neither verified nor committed.",
+    when="At the vote on a layer, on every rank, with the observer Checksums.",
+    situations=["the observer was given to some ranks' communicators only", "ranks run different versions of it"],
+    solutions=["give every rank of the communicator a Checksums observer, or none"],
+)
+
 # --- B: bench ---------------------------------------------------------------------------------------------------------
 
 _add(
@@ -532,16 +557,16 @@ _add(
 _add(
     "EPLB-B004",
     "IO error: {0}",
-    meaning="A file of the bench could not be read or written.",
-    when="While a bench or demo reads or writes a file.",
+    meaning="A file of the bench, or a trace, could not be read or written.",
+    when="While a bench or demo reads or writes a file, in ChromeTrace.write and in merge_traces.",
     situations=["a missing folder or permission"],
     solutions=["check the path"],
 )
 _add(
     "EPLB-B005",
     "JSON error: {0}",
-    meaning="A file that should hold JSON does not.",
-    when="While a bench or demo reads a file.",
+    meaning="A file that should hold JSON does not, or not what belongs there.",
+    when="While a bench or demo reads a file, and in merge_traces.",
     situations=["a truncated result file or checkpoint config"],
     solutions=["write the file again"],
 )

@@ -1,0 +1,14 @@
+"""Observers: each follows one communicator from beside its backend, and is handed to it as ``observers=[...]``.
+
+`Observer` is the base to write one of your own on; `ChromeTrace`, `Stats` and `Checksums` are ready to use;
+`eplb_core.observers.prometheus` exports `Stats`; `eplb_core.testing.faults` injects faults.
+"""
+
+from __future__ import annotations
+
+from eplb_core.observers.base import Observer, Step
+from eplb_core.observers.checksums import Checksums
+from eplb_core.observers.stats import Stats
+from eplb_core.observers.trace import ChromeTrace, merge_traces
+
+__all__ = ["Checksums", "ChromeTrace", "Observer", "Stats", "Step", "merge_traces"]
