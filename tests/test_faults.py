@@ -226,6 +226,8 @@ def whose_copy_fails(rank: Rank, backend: str):
     else:
         assert model.wrong_rows(error.report.physical_to_logical_map) == []
         story = (*story, error.report.committed_layers)
+    rank.tell(story)
+    rank.listen()  # nobody leaves, so the others can only have learnt it from the failed commit itself
     comm.close(force=True)
     return story
 
@@ -233,9 +235,11 @@ def whose_copy_fails(rank: Rank, backend: str):
 @every_backend
 def test_a_failed_commit_makes_that_rank_dead_and_no_ballot(backend: BackendCase) -> None:
     """I2: its weights are invalid; the others see it as gone and keep whole layers."""
-    from eplb_core.testing.ranks import run_ranks
-
-    first, dead, last = run_ranks(3, whose_copy_fails, backend.name, env=backend.env)
+    with Ranks(3, whose_copy_fails, backend.name, env=backend.env) as ranks:
+        first, dead, last = (ranks.hear(rank, 60) for rank in range(3))
+        for rank in range(3):
+            ranks.tell(rank, "end")
+        ranks.values(20)
     assert dead[:2] == ("CommitError", "EPLB-T006")
     assert first[:3] == last[:3]
     assert first[0] == "PeerLostError"
