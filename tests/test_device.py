@@ -5,13 +5,15 @@ The device is the fake one of tests/support: its streams run behind, and the hos
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from pathlib import Path
 
-import eplb_core as eplb
 import pytest
 import torch
+
+import eplb_core as eplb
 from eplb_core.errors import StalledError
 from eplb_core.hookspecs import hookimpl
 from eplb_core.streams import Streams
@@ -46,7 +48,7 @@ def late_device(rank: Rank, staging_layers: int):
     stream = torch.accelerator.current_stream()
     wrong = []
     with eplb.Communicator(config(staging_layers=staging_layers), model.weights, rank.control()) as comm:
-        for old, new in zip(maps, maps[1:], strict=False):
+        for old, new in itertools.pairwise(maps):
             fake_device.delay(stream, 0.005)  # every copy on the engine's stream begins late
             comm.rearrange(old, new)
             fake_device.delay(stream, 0.0)

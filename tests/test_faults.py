@@ -12,7 +12,7 @@ from eplb_core.errors import EplbError, PeerLostError, StalledError
 from eplb_core.testing.faults import FaultInjector
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, Ranks
-from tests.support.backends import BackendCase, case_config, case_options, device_group, every_backend
+from tests.support.backends import BackendCase, case_config, case_options, device_group, every_backend_under_faults
 
 ROUNDS, FAULTY_ROUND, FAULTY_LAYER, FAULTY = 40, 17, 2, 1
 ROW_NBYTES = [[2048, 24], [300_000, 8], [4096, 24], [2048, 24]]
@@ -125,35 +125,33 @@ def run_the_story(backend: BackendCase, phase: str, action: str):
         return stories
 
 
-@every_backend
-@pytest.mark.parametrize("phase", PHASES)
+ONE_PER_PHASE = {
+    "agree": "raise",
+    "transfer": "kill",
+    "wait": "stop",
+    "landed": "raise",
+    "vote": "kill",
+    "commit": "kill",
+}
+EVERY_FAULT = [
+    pytest.param(phase, action, marks=[] if ONE_PER_PHASE[phase] == action else [pytest.mark.soak])
+    for phase in PHASES
+    for action in ("kill", "stop", "raise")
+    if (phase, action) != ("commit", "raise")  # too late to undo: logged, and nothing else happens
+]
+KINDS = {"kill": PeerLostError.__name__, "stop": StalledError.__name__}
+
+
+@every_backend_under_faults
+@pytest.mark.parametrize(("phase", "action"), EVERY_FAULT)
 @pytest.mark.slow
-def test_a_killed_rank_is_named_within_seconds_and_costs_no_weight(backend: BackendCase, phase: str) -> None:
-    stories = run_the_story(backend, phase, "kill")
-    assert {story["kind"] for story in stories} == {PeerLostError.__name__}
-
-
-@every_backend
-@pytest.mark.slow
-def test_a_stopped_rank_is_named_within_the_limit_and_costs_no_weight(backend: BackendCase) -> None:
-    """Case 7."""
-    stories = run_the_story(backend, "wait", "stop")
-    assert {story["kind"] for story in stories} == {StalledError.__name__}
-
-
-@every_backend
-@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "commit"])
-@pytest.mark.slow
-def test_a_rank_that_raises_tells_the_others_why(backend: BackendCase, phase: str) -> None:
-    stories = run_the_story(backend, phase, "raise")
-    assert all("injected in" in story["text"] for story in stories)
-
-
-@every_backend
-@pytest.mark.soak
-@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase != "wait"])
-def test_a_stopped_rank_in_every_phase(backend: BackendCase, phase: str) -> None:
-    run_the_story(backend, phase, "stop")
+def test_a_failing_rank_is_named_in_time_and_costs_no_weight(backend: BackendCase, phase: str, action: str) -> None:
+    """Case 7, I4 and I5: killed or raising within seconds, stopped within the limit."""
+    stories = run_the_story(backend, phase, action)
+    if action in KINDS:
+        assert {story["kind"] for story in stories} == {KINDS[action]}
+    else:
+        assert all("injected in" in story["text"] for story in stories)
 
 
 def sleeps_after_its_ballot(rank: Rank, backend: str):
@@ -181,7 +179,7 @@ def sleeps_after_its_ballot(rank: Rank, backend: str):
     return story
 
 
-@every_backend
+@every_backend_under_faults
 @pytest.mark.slow
 def test_a_rank_that_sleeps_through_the_others_commit_never_ends_with_mixed_layers(backend: BackendCase) -> None:
     with Ranks(3, sleeps_after_its_ballot, backend.name, env=backend.env) as ranks:
@@ -232,7 +230,7 @@ def whose_copy_fails(rank: Rank, backend: str):
     return story
 
 
-@every_backend
+@every_backend_under_faults
 def test_a_failed_commit_makes_that_rank_dead_and_no_ballot(backend: BackendCase) -> None:
     """I2: its weights are invalid; the others see it as gone and keep whole layers."""
     with Ranks(3, whose_copy_fails, backend.name, env=backend.env) as ranks:
@@ -249,7 +247,7 @@ def test_a_failed_commit_makes_that_rank_dead_and_no_ballot(backend: BackendCase
     assert last[3] < 3
 
 
-@every_backend
+@every_backend_under_faults
 def test_ctrl_c_on_one_rank_frees_the_others(backend: BackendCase) -> None:
     with Ranks(3, until_one_fails, backend.name, "vote", "interrupt", 30.0, env=backend.env) as ranks:
         stories = [ranks.hear(rank, 60) for rank in SURVIVORS]

@@ -12,7 +12,7 @@ import pytest
 import eplb_core as eplb
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, run_ranks
-from tests.support.backends import BackendCase, case_config, case_options, device_group, every_backend
+from tests.support.backends import BackendCase, case_config, case_options, device_group, every_backend_under_faults
 
 ROW_NBYTES = [[4096, 24], [65_536, 8]]
 
@@ -56,12 +56,12 @@ def check(backend: BackendCase, rounds: int, warm_up: int, rss_kib: int) -> None
         assert after["rss KiB"] <= before["rss KiB"] + rss_kib
 
 
-@every_backend
+@every_backend_under_faults
 def test_sixty_rearrangements_leave_nothing_behind(backend: BackendCase) -> None:
     check(backend, 60, 20, rss_kib=8 << 10)
 
 
-@every_backend
+@every_backend_under_faults
 @pytest.mark.soak
 @pytest.mark.timeout(1000)
 def test_a_thousand_rearrangements_leave_nothing_behind(backend: BackendCase) -> None:
@@ -83,7 +83,7 @@ def many_lives(rank: Rank, backend: str, lives: int):
     return seen, model.wrong_rows(maps[held])
 
 
-@every_backend
+@every_backend_under_faults
 @pytest.mark.slow
 def test_twenty_communicators_one_after_another_return_threads_and_descriptors(backend: BackendCase) -> None:
     """Case 9."""

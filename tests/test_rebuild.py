@@ -14,7 +14,7 @@ from eplb_core.hookspecs import hookimpl
 from eplb_core.testing.faults import FaultInjector
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, Ranks, run_ranks
-from tests.support.backends import BackendCase, case_config, case_options, device_group, every_backend
+from tests.support.backends import BackendCase, case_config, case_options, device_group, every_backend_under_faults
 
 LAYERS = [[512, 16]] * 4
 
@@ -85,7 +85,7 @@ def loses_its_store(rank: Rank, backend: str, after: bool):
     return story
 
 
-@every_backend
+@every_backend_under_faults
 @pytest.mark.parametrize("after", [False, True], ids=["before the decision", "after it"])
 @pytest.mark.slow
 def test_a_lost_store_leaves_the_same_placement_on_all_survivors(backend: BackendCase, after: bool) -> None:
@@ -165,7 +165,7 @@ def in_doubt(rank: Rank, backend: str, everywhere: bool):
     return story
 
 
-@every_backend
+@every_backend_under_faults
 def test_a_layer_in_doubt_rolls_forward_when_anyone_saw_it_committed(backend: BackendCase) -> None:
     with Ranks(3, in_doubt, backend.name, False, env=backend.env) as ranks:
         assert ranks.hear(1, 40) == "lost"
@@ -182,7 +182,7 @@ def test_a_layer_in_doubt_rolls_forward_when_anyone_saw_it_committed(backend: Ba
         assert wrong == []
 
 
-@every_backend
+@every_backend_under_faults
 def test_a_layer_in_doubt_everywhere_stays_old(backend: BackendCase) -> None:
     results = run_ranks(2, in_doubt, backend.name, True, env=backend.env)
     maps = shuffles(3, len(LAYERS), 2, 4)

@@ -92,4 +92,16 @@ def case_options() -> dict | None:
     return json.loads(os.environ.get(_CASE, "{}")).get("options") or None
 
 
+def fault_cases() -> list:
+    """Return the same parameters, the twins of others under faults left to ``make soak``."""
+    return [
+        pytest.param(*case.values, id=case.id, marks=[*case.marks, *([pytest.mark.soak] if case.id in _TWINS else [])])
+        for case in backend_cases()
+    ]
+
+
+# In the order of their twins: nixl-tcp, where a READ from a stopped process does stop; the same once more; torch_gloo.
+_TWINS = {"nixl", "nixl-staged", "torch_gloo-cupy_pinned"}
+
 every_backend = pytest.mark.parametrize("backend", backend_cases())
+every_backend_under_faults = pytest.mark.parametrize("backend", fault_cases())
