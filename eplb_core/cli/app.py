@@ -12,6 +12,8 @@ from eplb_core.cli.backends import backends
 from eplb_core.cli.console import stderr
 from eplb_core.cli.demo import demo
 from eplb_core.cli.explain import explain
+from eplb_core.cli.new_backend import new_backend
+from eplb_core.cli.verify import verify
 from eplb_core.errors import EplbError
 
 app = typer.Typer(
@@ -21,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (backends, demo, explain):
+for command in (backends, demo, explain, new_backend, verify):
     app.command()(command)
 
 

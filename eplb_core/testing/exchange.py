@@ -1,0 +1,154 @@
+"""A connected communicator whose hooks a scenario calls one by one, with its landing memory and live rows in sight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from eplb_core.communicator import Communicator
+from eplb_core.config import EPLBConfig
+from eplb_core.plan import TransferPlan, check_maps, plan_moves
+from eplb_core.testing.model import Map, Model, shuffles
+from eplb_core.testing.pool import Stage, Subject
+
+PATTERN = 0xA5
+
+
+def expect(holds: bool, text: str) -> None:
+    """Raise AssertionError with `text` unless it holds; unlike an assert, under ``python -O`` too."""
+    if not holds:
+        raise AssertionError(text)
+
+
+def communicator(
+    stage: Stage, subject: Subject, weights: Any, *, name: str = "default", control: Any = None, **given: Any
+) -> Communicator:
+    """Build a communicator over the subject.
+
+    Parameters
+    ----------
+    stage, subject : Stage, Subject
+        Who, and over which backend.
+    weights : list of list of torch.Tensor
+        To register.
+    name : str
+        Of the communicator.
+    control : ControlPlane or None
+        None makes one of its own.
+    **given
+        Fields of EPLBConfig, or arguments of Communicator.
+    """
+    fields = {key: given.pop(key) for key in list(given) if key in EPLBConfig.model_fields}
+    config = EPLBConfig(**{"communicator": subject.backend, "use_async": False, "timeout_s": 15, **fields})
+    return Communicator(config, weights, control or stage.control(name), options=subject.options, name=name, **given)
+
+
+class Exchange:
+    """Drives the hooks of a backend itself: plans from maps, ``transfer``, ``wait``, and what lies in landing memory.
+
+    Parameters
+    ----------
+    stage, subject : Stage, Subject
+        Who, and over which backend.
+    row_nbytes : sequence of sequence of int
+        ``[num_layers][num_tensors]``.
+    num_rows : int
+        Physical experts per rank.
+    maps : sequence of Map or None
+        Placements to go through; None shuffles two.
+    **given
+        See `communicator`.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        subject: Subject,
+        row_nbytes: Sequence[Sequence[int]] = ((64, 24),) * 2,
+        *,
+        num_rows: int = 4,
+        maps: Sequence[Map] | None = None,
+        **given: Any,
+    ) -> None:
+        self.stage = stage
+        self.maps = maps or shuffles(2, len(row_nbytes), stage.world_size, num_rows, seed=5)
+        self.model = Model(stage.rank, num_rows, row_nbytes, subject.device_type)
+        self.model.fill(self.maps[0])
+        self.comm = communicator(stage, subject, self.model.weights, **given)
+        self.comm.connect()
+        self.session = self.comm._session
+        self.backend = self.session.backend
+        self.hooks = self.session.hooks
+        self._sequence = 0
+
+    def plan(self, layer: int = 0, *, slot: int = 0, generation: int = 1, old: int = 0, new: int = 1) -> TransferPlan:
+        """Plan one layer's share of the move from one of `maps` to another."""
+        session, made = self.session, self.session.assembly
+        world, layers, rows = self.stage.world_size, made.layout.num_layers, self.model.num_rows
+        before, after = check_maps(
+            self.maps[old], self.maps[new], num_layers=layers, world_size=world, num_local_physical_experts=rows
+        )
+        self._sequence += 1
+        return plan_moves(before, after, world_size=world).transfer_plan(
+            layer,
+            session.rank,
+            made.layout.geometries[layer],
+            generation=generation,
+            sequence=self._sequence,
+            slot=slot,
+            landing_layout=self.backend.landing_layout,
+            coalesce_nbytes=int(getattr(self.backend, "coalesce_nbytes", 0)),
+            batched=made.info.batched,
+            max_ops_per_batch=made.config.max_ops_per_batch,
+            migration_batching=False,
+        )
+
+    def missing(self, plan: TransferPlan, *, new: int = 1) -> list[tuple[int, int]]:
+        """Return (tensor, row) of what the plan receives and landing memory does not hold."""
+        moves, wrong = plan.receives, []
+        for number in range(len(moves)):
+            tensor, row = int(moves.tensor[number]), int(moves.row[number])
+            expert = int(self.maps[new][plan.layer, self.stage.rank * self.model.num_rows + row])
+            landed = self.session.landing.landed_row(
+                plan.slot, tensor, row, int(moves.landing_offset[number]), int(moves.nbytes[number])
+            )
+            if not np.array_equal(landed.cpu().numpy(), self.model.content(plan.layer, tensor, expert)):
+                wrong.append((tensor, row))
+        return wrong
+
+    def progress(self) -> None:
+        """Move the backend on, unless it says that it needs none."""
+        if getattr(self.backend, "needs_progress", True):
+            self.backend.progress()
+
+    def meet(self) -> None:
+        """Wait for every rank, moving the backend on: a peer may still read from here."""
+        self.stage.meet(self.progress)
+
+    def hear(self, word: str, timeout_s: float = 15.0) -> None:
+        """Wait for a word of another rank, moving the backend on."""
+        self.stage.hear(word, timeout_s, self.progress)
+
+    def paint(self, slot: int) -> None:
+        """Fill a landing slot with a pattern."""
+        self.session.landing.slots[slot].fill_(PATTERN)
+
+    def painted(self, slot: int) -> bool:
+        """Is the pattern untouched?"""
+        return bool((self.session.landing.slots[slot] == PATTERN).all())
+
+    def live(self) -> list[list[torch.Tensor]]:
+        """Copy the live rows."""
+        return [[tensor.clone() for tensor in layer] for layer in self.model.weights]
+
+    def __enter__(self) -> Exchange:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.comm.close(force=True)

@@ -1,0 +1,228 @@
+"""Ranks that stay: processes that run one scenario after another, so that a kit of many checks starts few of them."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from eplb_core.control import ControlPlane
+from eplb_core.testing.ranks import Rank, Ranks
+
+_GRACE_S = 3.0
+_IDLE_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The backend that a scenario is about, as every rank builds it.
+
+    Parameters
+    ----------
+    backend : str
+        Its name.
+    options : mapping of str to object
+        Options given to every communicator.
+    device_type : str
+        Where the weights live.
+    """
+
+    backend: str
+    options: Mapping[str, Any] | None = None
+    device_type: str = "cpu"
+
+
+class Stage:
+    """What a scenario is given on each rank: who it is, and a namespace of the store in which ranks meet.
+
+    Parameters
+    ----------
+    rank : Rank
+        The process.
+    world_size : int
+        Ranks that take part.
+    namespace : str
+        Of this scenario's run alone.
+    """
+
+    def __init__(self, rank: Rank, world_size: int, namespace: str) -> None:
+        self.rank = rank.rank
+        self.world_size = world_size
+        self._namespace = namespace
+        self._client = _client_of(rank)
+        self._store = dist.PrefixStore(f"{namespace}/meet", self._client)
+        self._meetings = 0
+
+    def control(self, name: str = "") -> ControlPlane:
+        """Make a control plane over the run's namespace."""
+        store = dist.PrefixStore(f"{self._namespace}/control{name}", self._client)
+        return ControlPlane.from_store(store, rank=self.rank, world_size=self.world_size)
+
+    def num_keys(self) -> int:
+        """Return how many keys the whole store holds."""
+        return int(self._client.num_keys())
+
+    def say(self, word: str) -> None:
+        """Set a word that another rank waits for."""
+        self._store.set(word, "1")
+
+    def hear(self, word: str, timeout_s: float = 15.0, pump: Callable[[], object] | None = None) -> None:
+        """Wait until a rank has said a word, calling `pump` meanwhile, as the core does while it votes."""
+        if pump is None:
+            self._store.wait([word], timedelta(seconds=timeout_s))
+            return
+        until = time.monotonic() + timeout_s
+        while not self._store.check([word]):
+            pump()
+            if time.monotonic() > until:
+                raise TimeoutError(f"rank {self.rank} did not hear {word!r} within {timeout_s:.0f} s")
+            time.sleep(5e-4)
+
+    def meet(self, pump: Callable[[], object] | None = None) -> None:
+        """Wait until every rank of the scenario is here."""
+        self._meetings += 1
+        self.say(f"{self._meetings}/{self.rank}")
+        for other in range(self.world_size):
+            self.hear(f"{self._meetings}/{other}", pump=pump)
+
+
+Scenario = Callable[..., Any]
+
+
+class RankPool:
+    """Processes that run scenarios until one fails; then they are killed, and the next run starts new ones.
+
+    They are daemonic, as an engine's workers may be: a backend that starts processes of its own fails.
+
+    Parameters
+    ----------
+    world_size : int
+        How many; a scenario may use fewer.
+    env : mapping of str to str or None
+        Set in the ranks.
+    """
+
+    def __init__(self, world_size: int, env: Mapping[str, str] | None = None) -> None:
+        self._world_size = world_size
+        self._env = dict(env or {})
+        self._ranks: Ranks | None = None
+        self._runs = 0
+
+    def run(
+        self,
+        scenario: Scenario,
+        *args: Any,
+        world_size: int = 2,
+        timeout_s: float = 40.0,
+        without: tuple[int, ...] = (),
+    ) -> list[Any]:
+        """Run ``scenario(stage, *args)`` on ranks 0 to ``world_size - 1`` and return their values.
+
+        Parameters
+        ----------
+        scenario : callable
+            Importable by the ranks.
+        *args
+            Passed on.
+        world_size : int
+            Ranks that take part.
+        timeout_s : float
+            Limit of the whole run, seconds.
+        without : tuple of int
+            Ranks that the scenario kills: their values are None, and the processes are replaced afterwards.
+
+        Raises
+        ------
+        AssertionError
+            It failed on a rank (the message says how), or did not end in time.
+        """
+        if self._ranks is None:
+            self._ranks = Ranks(self._world_size, serve, env=self._env, daemon=True)
+            for rank in range(self._world_size):
+                self._ranks.hear(rank)
+        ranks = self._ranks
+        self._runs += 1
+        for rank in range(world_size):
+            ranks.tell(rank, (f"run{self._runs}", world_size, scenario, args))
+        values: dict[int, Any] = dict.fromkeys(without)
+        failures: dict[int, str] = {}
+        until = time.monotonic() + timeout_s
+        while len(values) + len(failures) < world_size:
+            for rank in range(world_size):
+                if rank in values or rank in failures:
+                    continue
+                try:
+                    kind, value = ranks.hear(rank, 0.01)
+                except TimeoutError:
+                    continue
+                except AssertionError as ended:
+                    kind, value = "failed", str(ended)
+                if kind == "value":
+                    values[rank] = value
+                else:
+                    failures[rank] = value
+                    until = min(until, time.monotonic() + _GRACE_S)
+            if time.monotonic() > until:
+                break
+        silent = [rank for rank in range(world_size) if rank not in values and rank not in failures]
+        if failures or silent:
+            self.close()
+            texts = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
+            if silent:
+                texts.append(f"rank(s) {silent} did not end within {timeout_s:.0f} s or after the others failed")
+            raise AssertionError("\n".join(texts))
+        if without:
+            self.close()
+        return [values[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End the processes."""
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            with ranks:
+                for rank in range(self._world_size):
+                    with suppress(OSError):  # it is gone
+                        ranks.tell(rank, None)
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_CLIENTS: dict[int, Any] = {}
+
+
+def _client_of(rank: Rank) -> Any:
+    """Return this process's connection to the store, made once."""
+    if rank.port not in _CLIENTS:
+        _CLIENTS[rank.port] = rank.store()
+    return _CLIENTS[rank.port]
+
+
+def serve(rank: Rank) -> None:
+    """Run what the pool orders until it orders nothing more."""
+    rank.tell("here")
+    while (order := rank.listen(_IDLE_S)) is not None:
+        namespace, world_size, scenario, args = order
+        try:
+            value = scenario(Stage(rank, world_size, namespace), *args)
+        except Exception as error:
+            rank.tell(("failed", _told(error)))
+        else:
+            rank.tell(("value", value))
+
+
+def _told(error: Exception) -> str:
+    """Return a failed check as its own text, anything else as a traceback."""
+    return str(error) if isinstance(error, AssertionError) else "".join(traceback.format_exception(error))

@@ -1,0 +1,236 @@
+"""Scenarios in which a peer does not come, raises, dies or lies, and what a backend then owes the others."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from eplb_core.backend import PeerMetadata
+from eplb_core.errors import EplbError
+from eplb_core.testing.exchange import Exchange, communicator, expect
+from eplb_core.testing.faults import FaultInjector
+from eplb_core.testing.model import Model, shuffles
+from eplb_core.testing.pool import Stage, Subject
+
+LIMIT_S = 0.6
+
+
+def waits_for_nobody(stage: Stage, subject: Subject) -> dict[str, Any]:
+    """Wait, with a short limit, for a peer that never starts; say how that ended on rank 0."""
+    with Exchange(stage, subject) as exchange:
+        stage.meet()
+        story: dict[str, Any] = {}
+        if stage.rank == 0:
+            plan = exchange.plan()
+            exchange.session.landing.slots[0].zero_()
+            handle = exchange.hooks.transfer(plan)
+            started = time.monotonic()
+            try:
+                exchange.hooks.wait(handle, LIMIT_S)
+            except Exception as error:
+                story = {"error": type(error).__name__, "typed": isinstance(error, EplbError), "text": str(error)}
+            else:
+                story = {"error": "", "missing": exchange.missing(plan)}
+            story["seconds"] = time.monotonic() - started
+            stage.say("rank 0 is done")
+        else:
+            stage.hear("rank 0 is done", 8.0)
+    return story
+
+
+def hears_that_a_peer_gave_up(stage: Stage, subject: Subject) -> None:
+    """One rank raises before its transfer; the other, which waits for it, must not wait out its own limit."""
+    maps = shuffles(2, 1, stage.world_size, 4, seed=9)
+    model = Model(stage.rank, 4, [[64, 24]], subject.device_type)
+    model.fill(maps[0])
+    observers = [FaultInjector("transfer", "raise")] if stage.rank == 1 else []
+    comm = communicator(stage, subject, model.weights, observers=observers, timeout_s=10)
+    started = time.monotonic()
+    try:
+        comm.rearrange(*maps)
+        text = ""
+    except EplbError as error:
+        text = str(error)
+    seconds = time.monotonic() - started
+    comm.close(force=True)
+    expect("injected in transfer" in text, f"the reason of the rank that gave up did not arrive: {text!r}")
+    expect(seconds < 7, f"it took {seconds:.1f} s to learn that rank 1 gave up; wait must consult context.cancelled()")
+
+
+def stays_usable_after_an_abort(stage: Stage, subject: Subject) -> None:
+    """Abort one rearrangement on all ranks; whatever was drained, the next one (after rebuild, if need be) is exact."""
+    maps = shuffles(2, 3, stage.world_size, 4, seed=10)
+    model = Model(stage.rank, 4, [[64, 24]] * 3, subject.device_type)
+    model.fill(maps[0])
+    observers = [FaultInjector("wait", "raise", layer=1)] if stage.rank == 1 else []
+    with communicator(stage, subject, model.weights, observers=observers) as comm:
+        held, failed = maps[0], ""
+        try:
+            comm.rearrange(*maps)
+        except EplbError as error:
+            failed = str(error)
+            if error.report is not None:
+                held = error.report.physical_to_logical_map
+        expect("injected in wait" in failed, f"a rank raised, and this one heard {failed!r}")
+        wrong = model.wrong_rows(held)
+        expect(not wrong, f"after the abort (layer, tensor, row) {wrong[:8]} are on neither placement")
+        try:
+            comm.rearrange(held, maps[1])
+        except EplbError as error:
+            expect(error.code == "EPLB-T004", f"after the abort: {error}")
+            comm.rebuild(15)
+            comm.rearrange(held, maps[1])
+        wrong = model.wrong_rows(maps[1])
+        expect(not wrong, f"in the rearrangement after the abort: wrong bytes in (layer, tensor, row) {wrong[:8]}")
+
+
+def drains_what_it_says_it_drained(stage: Stage, subject: Subject) -> None:
+    """Abort a transfer whose peer has not started; when that says drained, landing memory is never written again."""
+    with Exchange(stage, subject) as exchange:
+        stage.meet()
+        if stage.rank == 0:
+            handle = exchange.hooks.transfer(exchange.plan())
+            started = time.monotonic()
+            drained = exchange.backend.abort(handle, "the kit aborts")
+            seconds = time.monotonic() - started
+            exchange.paint(0)
+            stage.say("aborted")
+            stage.hear("started late", 20.0)
+            until = time.monotonic() + 0.4
+            while time.monotonic() < until:
+                exchange.backend.progress()
+                time.sleep(1e-2)
+            painted = exchange.painted(0)
+            stage.say("looked")
+            expect(isinstance(drained, bool), f"abort returned {drained!r} instead of True or False")
+            expect(seconds < 2.0, f"abort took {seconds:.1f} s; a second is its limit")
+            expect(painted or not drained, "abort said drained, and landing memory was written after it")
+        else:
+            stage.hear("aborted", 20.0)
+            with suppress(EplbError):  # its peer is gone: that is no fault of this rank's
+                exchange.hooks.wait(exchange.hooks.transfer(exchange.plan()), LIMIT_S)
+            stage.say("started late")
+            stage.hear("looked", 20.0)
+
+
+def closes_at_once(stage: Stage, subject: Subject) -> None:
+    """Close by force with a transfer in flight whose peer has not started."""
+    exchange = Exchange(stage, subject)
+    stage.meet()
+    if stage.rank == 0:
+        exchange.hooks.transfer(exchange.plan())
+    started = time.monotonic()
+    exchange.comm.close(force=True)
+    seconds = time.monotonic() - started
+    stage.meet()
+    expect(seconds < 2.0, f"close(force=True) took {seconds:.1f} s; under 2 s is its limit")
+
+
+def loses_a_rank(stage: Stage, subject: Subject) -> dict[str, Any]:
+    """Kill the last rank in the middle of a layer; the others learn it, rebuild without it and go on."""
+    world, dead = stage.world_size, stage.world_size - 1
+    maps = shuffles(2, 2, world, 4, seed=11)
+    model = Model(stage.rank, 4, [[64, 24]] * 2, subject.device_type)
+    model.fill(maps[0])
+    observers = [FaultInjector("transfer", "kill", layer=1)] if stage.rank == dead else []
+    comm = communicator(stage, subject, model.weights, observers=observers, timeout_s=15)
+    story: dict[str, Any] = {"error": "", "text": ""}
+    started = time.monotonic()
+    try:
+        comm.rearrange(*maps)
+    except EplbError as error:
+        story |= {"error": type(error).__name__, "text": str(error)}
+    story["seconds"] = time.monotonic() - started
+    held = comm.report.physical_to_logical_map
+    story["mixed"] = model.wrong_rows(held)
+    held = comm.rebuild(8, ranks=range(dead)).physical_to_logical_map.copy()
+    held[:, dead * 4 :] = -1
+    wanted = held.copy()
+    wanted[:, : dead * 4] = held[:, : dead * 4][:, ::-1]
+    comm.rearrange(held, wanted)
+    story["after"] = model.wrong_rows(wanted)
+    comm.close()
+    return story
+
+
+def refuses_foreign_metadata(stage: Stage, subject: Subject) -> list[str]:
+    """Hand the backend payloads that it did not write; return what was accepted, or refused without a typed error."""
+    with Exchange(stage, subject) as exchange:
+        local = exchange.session.local
+        stage.meet()
+        problems: list[str] = []
+        if stage.rank == 0:
+            own = local.payload
+            strangers = {
+                "text of another program": b"not metadata of this backend",
+                "its own, cut short": own[: len(own) // 2],
+                "its own, with something behind it": own + b"\0" * 16,
+                "random bytes": np.random.default_rng(0).bytes(64),
+                "a pickle": b"\x80\x04K\x01.",
+            }
+            if not own:
+                strangers = {name: payload for name, payload in strangers.items() if payload}
+            for name, payload in strangers.items():
+                try:
+                    exchange.hooks.exchange_metadata(local, [PeerMetadata(1, payload)])
+                except EplbError:
+                    continue
+                except Exception as error:
+                    problems.append(f"{name}: {type(error).__name__} instead of MetadataError ({error})")
+                else:
+                    problems.append(f"{name}: accepted")
+            stage.say("rank 0 is done")
+        else:
+            stage.hear("rank 0 is done", 30.0)
+        return problems
+
+
+def joins_late(stage: Stage, subject: Subject) -> None:
+    """Two ranks go on alone; a third joins them later, with a communicator that knew nothing of theirs."""
+    world, late = stage.world_size, stage.world_size - 1
+    maps = shuffles(3, 2, world, 4, seed=12)
+    model = Model(stage.rank, 4, [[64, 24]] * 2, subject.device_type)
+    control = stage.control()
+    alone = maps[0].copy()
+    alone[:, late * 4 :] = -1
+    if stage.rank == late:
+        stage.hear("the others are at work", 30.0)
+        control.start_epochs_at("default", 1)
+        model.fill(maps[0])
+        comm = communicator(stage, subject, model.weights, control=control)
+        comm._ledger.map = alone.copy()  # what its host told it: rebuild refuses members that hold another placement
+    else:
+        model.fill(alone)
+        comm = communicator(stage, subject, model.weights, control=control)
+        comm.rebuild(15, ranks=range(late))
+        other = alone.copy()
+        other[:, : late * 4] = alone[:, : late * 4][:, ::-1]
+        comm.rearrange(alone, other)
+        comm.rearrange(other, alone)
+        stage.say("the others are at work")
+    comm.rebuild(20, ranks=range(world))
+    model.fill(maps[0])
+    stage.meet()
+    comm.rearrange(maps[0], maps[1])
+    comm.rearrange(maps[1], maps[2])
+    wrong = model.wrong_rows(maps[2])
+    comm.close()
+    expect(not wrong, f"after a rank joined: wrong bytes in (layer, tensor, row) {wrong[:8]}")
+
+
+def meets_peers_one_by_one(stage: Stage, subject: Subject) -> None:
+    """Plans name a further pair of ranks each time; earlier pairs must stay connected."""
+    world = stage.world_size
+    model = Model(stage.rank, 2, [[64, 24]], subject.device_type)
+    held = np.arange(2 * world)[None]
+    model.fill(held)
+    with communicator(stage, subject, model.weights) as comm:
+        for first, second in ((0, 1), (1, 2), (0, 2), (0, 1)):
+            wanted = held.copy()
+            wanted[0, [2 * first, 2 * second]] = held[0, [2 * second, 2 * first]]
+            held = comm.rearrange(held, wanted).physical_to_logical_map
+            wrong = model.wrong_rows(held)
+            expect(not wrong, f"ranks {first} and {second} exchanged: wrong bytes in {wrong[:8]}")

@@ -1,0 +1,1 @@
+"""Faulty backends, each one override away from the backend that `eplb new-backend` writes."""

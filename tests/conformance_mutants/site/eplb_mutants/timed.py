@@ -1,0 +1,82 @@
+"""Faults in what is complete when a hook returns, and in what a hook leaves alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+from eplb_good.backend import GoodBackend as Good
+
+from eplb_core import hookimpl
+
+
+class TransferWaits(Good):
+    @hookimpl
+    def transfer(self, plan):
+        super().transfer(plan)
+        super().wait(plan, 5.0)
+        return plan
+
+
+class NoHandle(Good):
+    @hookimpl
+    def transfer(self, plan):
+        super().transfer(plan)
+
+
+class ReturnsEarly(Good):
+    def await_rows(self, plan, peer, until, timeout_s):
+        pass
+
+
+class OneLandingSlot(Good):
+    @hookimpl
+    def register_buffers(self, buffers):
+        return super().register_buffers(replace(buffers, landing=[buffers.landing[0]] * len(buffers.landing)))
+
+
+class LandsInLiveRows(Good):
+    @hookimpl
+    def wait(self, handle, timeout_s):
+        receipt, moves = super().wait(handle, timeout_s), handle.receives
+        columns = (moves.tensor, moves.row, moves.landing_offset, moves.nbytes)
+        for tensor, row, offset, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+            landed = self.buffers.landing[handle.slot][offset : offset + nbytes]
+            self.buffers.rows[handle.layer][tensor][row].copy_(landed)
+        return receipt
+
+
+class WritesThePlan(Good):
+    @hookimpl
+    def transfer(self, plan):
+        plan.sends.row.setflags(write=True)
+        plan.sends.row.sort()
+        return super().transfer(plan)
+
+
+class LandsAgain(Good):
+    @hookimpl
+    def wait(self, handle, timeout_s):
+        receipt, again = super().wait(handle, timeout_s), super().wait
+        threading.Timer(0.3, lambda: again(handle, 1.0)).start()
+        return receipt
+
+
+class ReadsAfterWait(Good):
+    @hookimpl
+    def transfer(self, plan):
+        again = super().transfer
+        threading.Timer(0.1, lambda: again(plan)).start()
+        return again(plan)
+
+    @hookimpl
+    def wait(self, handle, timeout_s):
+        receipt, again = super().wait(handle, timeout_s), super().wait
+        threading.Timer(0.2, lambda: again(handle, 1.0)).start()
+        return receipt
+
+
+class SlowProgress(Good):
+    def progress(self):
+        time.sleep(0.3)

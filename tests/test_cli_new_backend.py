@@ -1,0 +1,89 @@
+"""``eplb new-backend``: a distribution under 100 lines of Python, well formed, never over somebody's files."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import tomllib
+from typer.testing import CliRunner
+
+import eplb_core
+from eplb_core.cli.app import app
+from eplb_core.errors import ConfigError
+from eplb_core.testing.scaffold import new_backend
+
+
+def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["new-backend", "carrier-pigeon"])
+    assert result.exit_code == 0, result.output
+    for path in sorted((tmp_path / "eplb-carrier-pigeon").rglob("*.*")):
+        assert str(path.relative_to(tmp_path)) in result.stdout
+    assert "eplb verify carrier-pigeon" in " ".join(result.stdout.split())
+
+
+def test_a_new_backend_is_under_a_hundred_lines_of_python(tmp_path):
+    sources = [path for path in new_backend("mine", tmp_path / "mine") if path.suffix == ".py"]
+    lines = [line for path in sources for line in path.read_text().splitlines() if line.strip()]
+    assert {path.name for path in sources} == {
+        "__init__.py",
+        "hooks.py",
+        "options.py",
+        "backend.py",
+        "test_conformance.py",
+    }
+    assert len(lines) < 100
+
+
+@pytest.mark.parametrize("name", ["mine", "carrier-pigeon", "RDMA_2"])
+def test_every_file_is_well_formed_and_named_after_the_backend(tmp_path, name):
+    for path in new_backend(name, tmp_path / "out"):
+        text = path.read_text()
+        assert "$" not in text, path
+        if path.suffix == ".py":
+            ast.parse(text)
+    project = tomllib.loads((tmp_path / "out" / "pyproject.toml").read_text())["project"]
+    ((entry, module),) = project["entry-points"]["eplb_core.plugins"].items()
+    assert entry == name
+    assert (tmp_path / "out" / "src" / module.partition(".")[0] / "hooks.py").is_file()
+    major, minor = (int(part) for part in eplb_core.__version__.split(".")[:2])
+    assert project["dependencies"] == [f"eplb-core>={major}.{minor},<{major}.{minor + 1}"]
+
+
+def test_it_passes_the_linter_that_this_project_uses(tmp_path):
+    new_backend("mine", tmp_path / "mine")
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "E,F,I,B,UP", "--line-length", "120"]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="is there already and is no empty folder") as caught:
+        new_backend("mine", tmp_path)
+    assert caught.value.code == "EPLB-C013"
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("name", ["", "9lives", "a b", "../up", "two--dashes", "x-"])
+def test_a_name_that_no_package_can_have_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="is no name for a backend"):
+        new_backend(name, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_templates_are_in_the_wheel(tmp_path):
+    root = Path(eplb_core.__file__).parents[1]
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    templates = {path.name for path in (root / "eplb_core/testing/scaffold").glob("*.template")}
+    assert templates
+    assert {f"eplb_core/testing/scaffold/{name}" for name in templates} <= names
