@@ -9,7 +9,8 @@ The document, stable within a ``schema``; unknown keys may be added, none is dro
     choice            {name, why} of the automatic choice, or {name: null, why: the reason there is none}
     backends          [{name, summary, distribution, version, entry_point, api_version, async_safe (true, false, null =
                       undeclared), async_reason, device_types, elastic_safe, zero_copy, batched, auto_priority (null =
-                      only when named), requires, usable, why_not (null when usable), install_hint,
+                      only when named), requires, usable, why_not (null when usable),
+                      install_hint (empty unless something missing is why it is not usable),
                       probe (only with --probe) {ok, facts, problem, seconds}}]
     staging, policies [{name, summary, distribution, version, entry_point, api_version, usable, why_not, install_hint,
                       probe (of staging, only with --probe) as above}]
@@ -125,5 +126,5 @@ def _common(
         "api_version": info.api_version,
         "usable": reason is None,
         "why_not": reason,
-        "install_hint": info.install_hint,
+        "install_hint": info.install_hint if reason is not None and reason == why_unavailable(info) else "",
     }
