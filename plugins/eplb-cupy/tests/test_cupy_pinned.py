@@ -15,6 +15,7 @@ from tests.support import pinned_on_host
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
+CHUNK = 64 << 10
 
 
 def refusal(call, *arguments) -> str:
@@ -63,13 +64,13 @@ def test_a_block_of_33_mib_takes_33_and_not_64(pool):
         (1000, 1024),
         (600_000, MIB),
         (MIB, MIB),
-        (MIB + 1, 2 * MIB),
-        (2 * MIB + 1, 3 * MIB),
+        (MIB + 1, MIB + CHUNK),
+        (2 * MIB + 1, 2 * MIB + CHUNK),
         (33 * MIB - 1, 33 * MIB),
         (64 * MIB, 64 * MIB),
     ],
 )
-def test_what_rounding_adds_is_counted_and_less_than_a_mib(pool, nbytes, taken):
+def test_what_rounding_adds_is_counted_and_less_than_a_chunk_in_large_blocks(pool, nbytes, taken):
     staging = CupyPinned(CPU)
     block = staging.allocate(nbytes, CPU)
     assert pinned_on_host.held[block.data.data_ptr()] == taken

@@ -18,8 +18,10 @@ from eplb_cupy.library import CupyError, facts, load_cupy
 NAME = "cupy_pinned"
 UNIT_NBYTES = 512
 """What CuPy's pool rounds to before it goes up to a power of two."""
-CHUNK_NBYTES = 1 << 20
-"""Larger blocks are cut in these, so that rounding adds less than one of them."""
+POOLED_NBYTES = 1 << 20
+"""Blocks up to this size are the pool's, whatever it rounds them to."""
+CHUNK_NBYTES = 64 << 10
+"""Larger ones are whole chunks, so that rounding adds less than one of them."""
 
 
 class CupyPinned:
@@ -27,10 +29,10 @@ class CupyPinned:
 
     Blocks come from `cupy.cuda.alloc_pinned_memory`, so a host that installed a pool or an allocator of its own with
     `cupy.cuda.set_pinned_memory_allocator` gets its blocks from there. CuPy's pool rounds to a power of two: 33 MiB
-    would take 64. Blocks above 1 MiB that are none are therefore allocated alone, in whole MiB, as the same kind of
-    memory that the pool is made of (`cupy.cuda.PinnedMemory`, or a subclass of it that takes the same arguments), and
-    given back to the system instead of to the pool. Where the installed allocator makes other memory, its own rounding
-    stands. Either way `stats` counts what was taken.
+    would take 64. Blocks above 1 MiB that are no power of two are therefore allocated alone, in chunks of 64 KiB, as
+    the same kind of memory that the pool is made of (`cupy.cuda.PinnedMemory`, or a subclass that takes the same
+    arguments), and given back to the system instead of to the pool. Where the installed allocator makes other memory,
+    its own rounding stands. Either way `stats` counts what was taken.
 
     Parameters
     ----------
@@ -118,9 +120,9 @@ class CupyPinned:
 
     def _take(self, nbytes: int) -> Any:
         cuda = self._cupy.cuda
-        unit = UNIT_NBYTES if nbytes <= CHUNK_NBYTES else CHUNK_NBYTES
+        unit = UNIT_NBYTES if nbytes <= POOLED_NBYTES else CHUNK_NBYTES
         size = max(1, -(-nbytes // unit)) * unit
-        if size > CHUNK_NBYTES and size & (size - 1):
+        if size > POOLED_NBYTES and size & (size - 1):
             kind = self._kind_of_memory()
             if kind is not None:
                 return cuda.PinnedMemoryPointer(kind(size, cuda.runtime.hostAllocPortable), 0)
