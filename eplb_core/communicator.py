@@ -89,6 +89,7 @@ class Communicator:
         self._control = control
         self._device_group = device_group
         self._quarantine: list[Session] = []
+        self._retired: list[Session] = []
         epoch = control.next_epoch(name)
         members = tuple(range(control.world_size))
         with _telling_the_others(control, name, epoch, members, float(config.timeout_s)):
@@ -216,7 +217,10 @@ class Communicator:
     def _agree(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Proposal:
         session = self._session
         try:
-            return agree(session, propose(session, old_map, new_map))
+            proposal = propose(session, old_map, new_map)
+            if isinstance(proposal, Proposal):
+                self._ledger.assume(proposal.old)
+            return agree(session, proposal)
         except StoreGone as gone:
             self._lost(gone, "agree")
         except PeerLostError as error:  # a stalled rank may come back and find the outcome; a dead one will not
@@ -323,9 +327,12 @@ class Communicator:
 
     def _retire(self, session: Session, *, new_landing: bool) -> None:
         """Close an epoch's backend; keep it, and its landing memory, for ever when it may still be written."""
+        if session in self._retired:  # an earlier rebuild came this far
+            return
         safe = session.close_backend(force=True) or not self._ledger.undrained
         session.council.goodbye()
         if safe and self._give_landing_back(session):
+            self._retired = [session]
             return
         if len(self._quarantine) >= self.config.staging_layers:
             problem = f"{len(self._quarantine)} sets of landing memory are quarantined, as many as the limit allows"
@@ -333,6 +340,7 @@ class Communicator:
         if self._host_landing is not None and not new_landing:
             raise TransferError("EPLB-T009", problem="the host's landing= may still be written; give a new one")
         self._quarantine.append(session)
+        self._retired = [session]
         self._ledger.quarantined_nbytes += session.landing.nbytes
 
     def _give_landing_back(self, session: Session) -> bool:

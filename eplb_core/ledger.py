@@ -74,6 +74,11 @@ class Ledger:
         self._new_map = None
         self._reset_counts()
 
+    def assume(self, old: npt.NDArray[np.int64]) -> None:
+        """Take the host's word for what holds, until a first generation is agreed."""
+        if self.map.shape != old.shape:
+            self.map = old.copy()
+
     def agreed(self, generation: Generation, old: npt.NDArray[np.int64], new: npt.NDArray[np.int64]) -> None:
         """All ranks agreed; layers that move nothing are on the new placement from here on."""
         self.open = generation
