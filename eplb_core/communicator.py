@@ -302,6 +302,8 @@ class Communicator:
                     landing, self._assembly.layout, staging_layers=self.config.staging_layers
                 )
             epoch = self._control.next_epoch(self.name)
+            if self._ledger.open is not None:
+                self._ledger.open.finish_decided()
             try:
                 client = self._control.client(namespace(self.name, epoch), float(self.config.timeout_s))
                 settle(

@@ -245,10 +245,19 @@ class Generation:
             decision = self._council.decide(staged.vote)
         if not decision.commit:
             self._abandon(staged.number, decision, None)
+        self._accept(staged)
+
+    def _accept(self, staged: StagedLayer) -> None:
+        """Take note that a layer is decided: from here on it must be committed, whatever else happens."""
         del self._started[staged.number]
         self._uncommitted[staged.number] = staged
         self._next_stage += 1
         self._ledger.decided(staged.number)
+
+    def finish_decided(self) -> None:
+        """Commit the layers that are decided and not yet committed, as a failure must before it leaves."""
+        for staged in list(self._uncommitted.values()):
+            self._commit(staged)
 
     def _commit(self, staged: StagedLayer) -> None:
         session = self._session
@@ -256,7 +265,7 @@ class Generation:
             try:
                 staged.copies.run()
                 self._ledger.slot_events[staged.slot] = session.assembly.streams.mark()
-            except Exception as error:
+            except BaseException as error:  # Ctrl-C in the middle of a copy leaves the layer torn as well
                 reason = f"{type(error).__name__}: {error}"
                 dead = CommitError("EPLB-T006", layer=staged.number, rank=session.rank, reason=reason)
                 self._council.vanish()
@@ -293,18 +302,30 @@ class Generation:
         except BaseException as interrupt:  # Ctrl-C: the members must not wait for this rank
             reason = type(interrupt).__name__
             stopped = error_for("EPLB-T007", rank=self._session.rank, where=staged.where, reason=reason)
-            self._ledger.poison(stopped, staged.where, undrained=not self._drain(reason))
             with suppress(StoreGone):  # then the others find out for themselves
-                staged.vote.abort(stopped, fatal=True)
+                if staged.vote.abort(stopped, fatal=True).commit:
+                    self._accept(staged)
+            self._ledger.poison(stopped, staged.where, undrained=not self._drain(reason))
+            self.finish_decided()
             raise
 
     def _fail(self, staged: StagedLayer, error: Exception, where: str) -> NoReturn:
         try:
             named, fatal = self._council.diagnose(error, staged.vote, where)
             decision = staged.vote.abort(named, fatal=fatal)
+            layer = staged.number
+            if decision.commit:
+                # Every ballot was in before, this rank's too: the layer holds. What failed since stops the next one.
+                self._accept(staged)
+                if self._next_stage == len(self.layers):
+                    self.finish_decided()
+                    self._ledger.poison(named, where)
+                    raise named from error
+                layer = self.layers[self._next_stage]
+                decision = self._council.vote(str(layer), f"layer {layer}, phase vote").abort(named, fatal=fatal)
         except StoreGone as gone:
             self._store_lost(gone, where)
-        self._abandon(staged.number, decision, error)
+        self._abandon(layer, decision, error)
 
     def _abandon(self, layer: int, decision: Decision, cause: Exception | None) -> NoReturn:
         """Leave the generation: drain what is in flight, finish what was decided, and raise the common error."""
@@ -313,8 +334,7 @@ class Generation:
         drained = self._drain(reason)
         where = f"layer {layer}, generation {self._council.generation}"
         error = decision.error or error_for("EPLB-T007", rank=decision.by, where=where, reason=reason)
-        for staged in list(self._uncommitted.values()):
-            self._commit(staged)
+        self.finish_decided()
         usable = False
         try:
             usable = not decision.fatal and self._all_drained(layer, drained)
@@ -351,8 +371,7 @@ class Generation:
     def _store_lost(self, gone: StoreGone, where: str) -> NoReturn:
         doubtful = [s for s in self._started.values() if s.vote.balloted and s.vote.decision is None]
         drained = self._drain("the store is lost")
-        for staged in list(self._uncommitted.values()):
-            self._commit(staged)
+        self.finish_decided()
         dead = ", ".join(f"rank {rank}" for rank in self._council.dead)
         detail = f"Gone: {dead}." if dead else ""
         layers = [staged.number for staged in doubtful] or "none"

@@ -247,6 +247,48 @@ def test_a_failed_commit_makes_that_rank_dead_and_no_ballot(backend: BackendCase
     assert last[3] < 3
 
 
+def reads_no_decision(rank: Rank, last: bool):
+    """Rank 1 fails between its ballot and the decision, which stands by then: it must obey it all the same."""
+    from eplb_core.errors import MetadataError
+
+    maps = shuffles(3, 4, 2, 4)
+    model = Model(rank.rank, 4, [[512]] * 4)
+    model.fill(maps[0])
+    config = case_config("vmread", timeout_s=20)
+    comm = eplb.Communicator(config, model.weights, rank.control())
+    comm.rearrange(maps[0], maps[1])
+    council, layer = comm._session.council, 3 if last else 1
+    decide = council.decide
+
+    def fails_once(vote, **keywords):
+        decision = decide(vote, **keywords)
+        if rank.rank == 1 and vote.where.startswith(f"layer {layer}, phase vote") and decision.commit:
+            council.decide = decide
+            raise MetadataError("EPLB-M005", peer=0, problem="a bit was flipped")
+        return decision
+
+    council.decide = fails_once
+    try:
+        held = comm.rearrange(maps[1], maps[2]).physical_to_logical_map
+    except EplbError as error:
+        held = error.report.physical_to_logical_map
+    rank.tell((held.tolist(), model.wrong_rows(held)))
+    rank.listen()
+    comm.close(force=True)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["a layer in between", "the last layer"])
+def test_a_rank_that_fails_after_the_decision_obeys_it(last: bool) -> None:
+    """I2."""
+    with Ranks(2, reads_no_decision, last) as ranks:
+        stories = [ranks.hear(rank, 40) for rank in range(2)]
+        for rank in range(2):
+            ranks.tell(rank, "end")
+        ranks.values(20)
+    assert stories[0] == stories[1]
+    assert stories[0][1] == []
+
+
 @every_backend_under_faults
 def test_ctrl_c_on_one_rank_frees_the_others(backend: BackendCase) -> None:
     with Ranks(3, until_one_fails, backend.name, "vote", "interrupt", 30.0, env=backend.env) as ranks:
