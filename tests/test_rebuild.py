@@ -114,7 +114,17 @@ class Waits:
     @hookimpl
     def observe(self, event):
         if (event.kind, event.layer, event.generation) == ("vote", 1, 2):
+            self.rank.store("gate").set("reached", b"1")
             self.rank.listen()
+
+
+def until_the_others_landed(rank: Rank, council, vote) -> None:
+    """Make progress until rank 0 is at its gate and all others have balloted: over tcp they read only while it does."""
+    gate, until = rank.store("gate"), time.monotonic() + 20
+    while vote.missing() != [0] or not gate.check(["reached"]):
+        assert time.monotonic() < until
+        if council.pump is not None:
+            council.pump()
 
 
 def in_doubt(rank: Rank, backend: str, everywhere: bool):
@@ -148,6 +158,7 @@ def in_doubt(rank: Rank, backend: str, everywhere: bool):
 
         def lost_after_the_ballot(vote, **keywords):
             if vote.where.startswith("layer 1") and council.generation == 2:
+                until_the_others_landed(rank, council, vote)
                 council.client._gone = "connection reset"
                 rank.tell("lost")
             return decide(vote, **keywords)

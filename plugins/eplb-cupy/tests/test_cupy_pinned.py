@@ -126,7 +126,7 @@ def test_memory_goes_back_only_after_the_event_that_guards_it(pool, device, nbyt
     address = block.data.data_ptr()
     torch.accelerator.synchronize()
     with fake_device.held(stream):
-        with stream:
+        with stream, fake_device.host_memory_not_kept():
             target.copy_(block.data, non_blocking=True)
             event = stream.record_event()
         staging.release(block, event)

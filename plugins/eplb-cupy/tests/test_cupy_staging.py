@@ -116,8 +116,9 @@ def closes_while_its_commit_is_queued(rank: Rank):
         generation.stage(layer)
     landing = {slot.data_ptr(): len(slot) for slot in comm._session.landing.slots}
     fake_device.hold(stream)
-    for layer in generation.layers:
-        generation.commit(layer)
+    with fake_device.host_memory_not_kept():
+        for layer in generation.layers:
+            generation.commit(layer)
     generation.end()
     comm.close()
     del comm, generation

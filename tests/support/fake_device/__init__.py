@@ -211,6 +211,19 @@ def host_access() -> Iterator[None]:
         _lib().eplbdev_open(int(_open > 0))
 
 
+@contextmanager
+def host_memory_not_kept() -> Iterator[None]:
+    """Let copies queued in the block hold their host memory by address alone, as CUDA does with memory not torch's.
+
+    Whoever frees it before they are done has them read and write what is there by then: keep it mapped.
+    """
+    _lib().eplbdev_keep_host_memory(0)
+    try:
+        yield
+    finally:
+        _lib().eplbdev_keep_host_memory(1)
+
+
 def set_limit(timeout_s: float) -> None:
     """Set how long a wait on the device may take before it raises."""
     _lib().eplbdev_set_limit(ctypes.c_double(timeout_s))

@@ -478,10 +478,13 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, GuardImpl);
 
 // ---- tensors ------------------------------------------------------------------------------------------------------
 
+std::atomic<bool> keeps_host_memory{true};
+
 // A CPU tensor over the bytes of `tensor`, for the device thread; keeps them mapped.
 at::Tensor seen_by_device(const at::Tensor& tensor, at::ScalarType dtype) {
   auto* data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
-  std::function<void(void*)> keep = [storage = tensor.storage()](void*) {};
+  std::function<void(void*)> keep = [](void*) {};
+  if (keeps_host_memory) keep = [storage = tensor.storage()](void*) {};
   if (tensor.device().type() == kFake) {
     auto block = block_of(tensor.storage().data_ptr());
     data = block->memory + (data - block->address);
@@ -660,6 +663,7 @@ void eplbdev_fail(int device, int64_t stream, const char* message) {
 int64_t eplbdev_pending(int device, int64_t stream) { return Engine::get().pending(stream_of(device, stream)); }
 int64_t eplbdev_memory_allocated(int device) { return Engine::get().allocated(device); }
 void eplbdev_open(int readable) { Engine::get().open(readable != 0); }
+void eplbdev_keep_host_memory(int keep) { keeps_host_memory = keep != 0; }
 void eplbdev_set_limit(double seconds) { Engine::get().set_limit(seconds); }
 int eplbdev_reset() { return Engine::get().reset(); }
 void eplbdev_stop() { Engine::get().stop(); }
