@@ -40,6 +40,13 @@ class TestVmread(_UsableOnly):
     backend_name = "vmread"
 
 
+class TestTorchNcclOverGloo(_UsableOnly):
+    """Its own logic, batches among it, over the group of CPU tensors that it accepts as any other."""
+
+    backend_name = "torch_nccl"
+    device_group = True
+
+
 def run_pytest(folder, text, *arguments):
     (folder / "test_it.py").write_text(textwrap.dedent(text))
     (folder / "pytest.ini").write_text("[pytest]\n")

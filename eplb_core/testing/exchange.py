@@ -44,6 +44,7 @@ def communicator(
     """
     fields = {key: given.pop(key) for key in list(given) if key in EPLBConfig.model_fields}
     config = EPLBConfig(**{"communicator": subject.backend, "use_async": False, "timeout_s": 15, **fields})
+    given.setdefault("device_group", stage.device_group(subject))
     return Communicator(config, weights, control or stage.control(name), options=subject.options, name=name, **given)
 
 

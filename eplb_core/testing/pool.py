@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,11 +32,14 @@ class Subject:
         Options given to every communicator.
     device_type : str
         Where the weights live.
+    device_group : bool
+        Does it need the host's process group? It is then given a gloo group of the ranks.
     """
 
     backend: str
     options: Mapping[str, Any] | None = None
     device_type: str = "cpu"
+    device_group: bool = False
 
 
 class Stage:
@@ -56,6 +59,8 @@ class Stage:
         self.rank = rank.rank
         self.world_size = world_size
         self._namespace = namespace
+        self._rank = rank
+        self._groups = 0
         self._client = _client_of(rank)
         self._store = dist.PrefixStore(f"{namespace}/meet", self._client)
         self._meetings = 0
@@ -64,6 +69,14 @@ class Stage:
         """Make a control plane over the run's namespace."""
         store = dist.PrefixStore(f"{self._namespace}/control{name}", self._client)
         return ControlPlane.from_store(store, rank=self.rank, world_size=self.world_size)
+
+    def device_group(self, subject: Subject, members: Sequence[int] | None = None) -> Any:
+        """Make a process group of these ranks (None is all of the scenario), where the subject needs one, else None."""
+        if not subject.device_group:
+            return None
+        self._groups += 1
+        ranks = range(self.world_size) if members is None else members
+        return self._rank.device_group(ranks, f"{self._namespace}/group {list(ranks)} {self._groups}")
 
     def num_keys(self) -> int:
         """Return how many keys the whole store holds."""

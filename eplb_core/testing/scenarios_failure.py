@@ -81,7 +81,7 @@ def stays_usable_after_an_abort(stage: Stage, subject: Subject) -> None:
             comm.rearrange(held, maps[1])
         except EplbError as error:
             expect(error.code == "EPLB-T004", f"after the abort: {error}")
-            comm.rebuild(15)
+            comm.rebuild(15, device_group=stage.device_group(subject))
             comm.rearrange(held, maps[1])
         wrong = model.wrong_rows(maps[1])
         expect(not wrong, f"in the rearrangement after the abort: wrong bytes in (layer, tensor, row) {wrong[:8]}")
@@ -146,7 +146,9 @@ def loses_a_rank(stage: Stage, subject: Subject) -> dict[str, Any]:
     story["seconds"] = time.monotonic() - started
     held = comm.report.physical_to_logical_map
     story["mixed"] = model.wrong_rows(held)
-    held = comm.rebuild(8, ranks=range(dead)).physical_to_logical_map.copy()
+    held = comm.rebuild(
+        8, ranks=range(dead), device_group=stage.device_group(subject, range(dead))
+    ).physical_to_logical_map.copy()
     held[:, dead * 4 :] = -1
     wanted = held.copy()
     wanted[:, : dead * 4] = held[:, : dead * 4][:, ::-1]
@@ -193,25 +195,25 @@ def joins_late(stage: Stage, subject: Subject) -> None:
     world, late = stage.world_size, stage.world_size - 1
     maps = shuffles(3, 2, world, 4, seed=12)
     model = Model(stage.rank, 4, [[64, 24]] * 2, subject.device_type)
-    control = stage.control()
+    control, group = stage.control(), stage.device_group(subject)
     alone = maps[0].copy()
     alone[:, late * 4 :] = -1
     if stage.rank == late:
         stage.hear("the others are at work", 30.0)
         control.start_epochs_at("default", 1)
         model.fill(maps[0])
-        comm = communicator(stage, subject, model.weights, control=control)
+        comm = communicator(stage, subject, model.weights, control=control, device_group=group)
         comm._ledger.map = alone.copy()  # what its host told it: rebuild refuses members that hold another placement
     else:
         model.fill(alone)
-        comm = communicator(stage, subject, model.weights, control=control)
-        comm.rebuild(15, ranks=range(late))
+        comm = communicator(stage, subject, model.weights, control=control, device_group=group)
+        comm.rebuild(15, ranks=range(late), device_group=stage.device_group(subject, range(late)))
         other = alone.copy()
         other[:, : late * 4] = alone[:, : late * 4][:, ::-1]
         comm.rearrange(alone, other)
         comm.rearrange(other, alone)
         stage.say("the others are at work")
-    comm.rebuild(20, ranks=range(world))
+    comm.rebuild(20, ranks=range(world), device_group=group)
     model.fill(maps[0])
     stage.meet()
     comm.rearrange(maps[0], maps[1])

@@ -78,12 +78,12 @@ def takes_memory(stage: Stage, subject: Subject, num_layers: int, row_nbytes: in
     half = 4 * stage.world_size // 2
     old = np.arange(2 * half)[None].repeat(num_layers, 0)
     new = np.roll(old, half, axis=1)
-    model = Model(stage.rank, 4, [[row_nbytes]] * num_layers, subject.device_type)
-    model.fill(old)
+    row = torch.ones(4, row_nbytes, dtype=torch.uint8, device=subject.device_type)
+    weights = [[row.clone()] for _ in range(num_layers)]
     stage.meet()
     gc.collect()
     before = _pss_kib() + _files_kib() // stage.world_size
-    with communicator(stage, subject, model.weights, staging_layers=2) as comm:
+    with communicator(stage, subject, weights, staging_layers=2) as comm:
         stage.meet()
         comm.rearrange(old, new)
         stage.meet()
