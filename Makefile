@@ -8,6 +8,8 @@ EXAMPLES := $(patsubst %/,%,$(wildcard examples/*/))
 # An example is a folder of scripts, or a whole distribution with src/.
 TYPED := eplb_core $(wildcard plugins/*/src) \
 	$(foreach example,$(EXAMPLES),$(firstword $(wildcard $(example)/src) $(example)))
+# What `make` installs beside the core: the plugins, and the example that is a distribution as strangers write them.
+DISTS := $(PLUGINS) $(patsubst %/pyproject.toml,%,$(wildcard examples/*/pyproject.toml))
 PYTEST := -m pytest
 
 .PHONY: demo test soak lint pytest pytest-optimized wheels clean
@@ -50,7 +52,7 @@ $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.made requirements-dev.txt pyproject.toml $(PLUGINS:=/pyproject.toml)
+$(VENV)/.installed: $(VENV)/.made requirements-dev.txt pyproject.toml $(DISTS:=/pyproject.toml)
 	$(BIN)/python -m pip install --disable-pip-version-check \
-		-r requirements-dev.txt -e '.[cli,prometheus,testing]' $(addprefix -e ,$(PLUGINS))
+		-r requirements-dev.txt -e '.[cli,prometheus,testing]' $(addprefix -e ,$(DISTS))
 	touch $@

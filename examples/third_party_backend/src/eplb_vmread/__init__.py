@@ -1,1 +1,1 @@
-"""Single-copy transfers between processes of one host."""
+"""The vmread backend: each rank reads its peers' memory, on one host, one system call for many rows."""

@@ -1,15 +1,9 @@
-"""What this distribution offers to eplb_core."""
+"""What this distribution offers to eplb_core; imports nothing heavier."""
 
 from __future__ import annotations
 
-import sys
-
 from eplb_core import API_VERSION, BackendInfo, hookimpl
-
-
-def why_not() -> str | None:
-    """Return why this machine cannot use the backend, or None."""
-    return None if sys.platform == "linux" else "process_vm_readv exists on Linux alone"
+from eplb_vmread.permission import why_not
 
 
 @hookimpl
@@ -20,9 +14,11 @@ def eplb_register_backends() -> BackendInfo:
         summary="single-copy reads of a peer's memory on one host (process_vm_readv)",
         api_version=API_VERSION,
         target="eplb_vmread.backend:VmReadBackend",
+        options="eplb_vmread.options:VmReadOptions",
         async_safe=True,
         device_types=("cpu",),
         elastic_safe=True,
         zero_copy=True,
+        install_hint="it needs Linux, and permission to read other processes of the same user",
         available=why_not,
     )
