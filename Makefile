@@ -12,7 +12,7 @@ TYPED := eplb_core $(wildcard plugins/*/src) \
 DISTS := $(PLUGINS) $(patsubst %/pyproject.toml,%,$(wildcard examples/*/pyproject.toml))
 PYTEST := -m pytest
 
-.PHONY: demo test soak lint pytest pytest-optimized wheels clean
+.PHONY: demo test soak mutants lint pytest pytest-optimized wheels clean
 .NOTPARALLEL:
 
 demo: $(VENV)/.installed
@@ -38,6 +38,10 @@ pytest-optimized: $(VENV)/.installed
 
 soak: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) -m soak
+
+# Every test of the conformance kit on every faulty backend, as a table; `make test` runs on each only the one meant for it.
+mutants: $(VENV)/.installed
+	$(BIN)/python -m tests.conformance_mutants.runner
 
 wheels: $(VENV)/.installed
 	rm -rf dist
