@@ -122,7 +122,8 @@ def expose(
         warm_address=warm_up.shown.data_ptr(),
         agent_metadata=agent.metadata(readable),
     )
-    logger.info("nixl rank %d: mode %s (%s)", context.rank, mode, reason)
+    using = f", send buffers from {type(context.staging).__name__}" if outbox is not None else ""
+    logger.info("nixl rank %d: mode %s (%s)%s", context.rank, mode, reason, using)
     return Exposure(mode, reason, outbox, warm_up, record)
 
 

@@ -36,6 +36,7 @@ class Outbox:
         self._offsets = [_offsets(layer) for layer in rows]
         nbytes = max(int(offsets[-1]) for offsets in self._offsets)
         self._blocks: list[StagingBlock] = []
+        self._filled: dict[int, object] = {}  # by slot: the event after the last copies into it
         try:
             for _ in range(context.staging_layers):
                 self._blocks.append(context.staging.allocate(nbytes, context.device))
@@ -80,14 +81,15 @@ class Outbox:
         torch.accelerator.set_stream(stream)
         try:
             self._copy(layer, slot, distinct)
-            return stream.record_event()
+            self._filled[slot] = stream.record_event()
+            return self._filled[slot]
         finally:
             torch.accelerator.set_stream(before)
 
     def release(self) -> None:
-        """Give the buffers back to their allocator."""
-        for block in self._blocks:
-            self._context.staging.release(block)
+        """Give the buffers back to their allocator, for use once the copies into them are done."""
+        for slot, block in enumerate(self._blocks):
+            self._context.staging.release(block, self._filled.get(slot))
         self._blocks = []
         self._grids = []
 

@@ -14,13 +14,14 @@ from eplb_nixl.agent import Agent, Memory
 from eplb_nixl.descriptors import blocks_of
 from eplb_nixl.library import Library, NixlError, load_library, loaded_ucp, ucx_version
 from eplb_nixl.options import NixlOptions
-from eplb_nixl.registration import device_index_of, memory_type_of
+from eplb_nixl.registration import cannot_be_exported, device_index_of, memory_type_of, pieces_of
 from eplb_nixl.transport import restriction
 
 logger = logging.getLogger(__name__)
 
 NBYTES = 4096
 READ_LIMIT_S = 10.0
+_SAMPLE_NBYTES = 32 << 20
 
 
 def probe(options: NixlOptions) -> dict[str, str]:
@@ -34,7 +35,7 @@ def probe(options: NixlOptions) -> dict[str, str]:
     Returns
     -------
     dict of str to str
-        Facts to show: nixl, ucx, libucp, backends, memory types, transport.
+        Facts to show: nixl, ucx, libucp, backends, memory types, live weights, transport.
 
     Raises
     ------
@@ -53,6 +54,7 @@ def probe(options: NixlOptions) -> dict[str, str]:
             **_ucx_facts(),
             "backends": ", ".join(options.backends),
             "memory types": _memory_facts(source, held),
+            "live weights": live_weights(options),
         }
         if options.require_transport:
             reader = _agent(library, f"{prefix}-reader", options, transport)
@@ -100,6 +102,36 @@ def _memory_facts(agent: Agent, held: list[torch.Tensor]) -> str:
     except (NixlError, RuntimeError) as error:
         return f"DRAM; VRAM not: {error}"
     return "DRAM, VRAM"
+
+
+def live_weights(options: NixlOptions, device: str = "cuda", driver: str = "libcuda.so.1") -> str:
+    """Say whether peers can read memory as torch allocates it here where it lies, and what comes of it.
+
+    Parameters
+    ----------
+    options : NixlOptions
+        ``mode`` is read.
+    device : str
+        Where to allocate a little memory; without a GPU there is only host memory, which can always be read.
+    driver : str
+        See `eplb_nixl.registration.cannot_be_exported`.
+
+    Returns
+    -------
+    str
+    """
+    if device == "cpu" or (device == "cuda" and not torch.cuda.is_available()):
+        return "in host memory, which is read where it lies"
+    try:
+        # As large as a block of its own: small ones share a segment that may be of another kind.
+        sample = torch.empty(_SAMPLE_NBYTES, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        return f"no device memory to try: {error}"
+    hindrance = cannot_be_exported(pieces_of([("torch's memory", sample)]), driver)
+    if hindrance is None:
+        return "in device memory as torch allocates it here, which can be registered and read where it lies"
+    staged = "mode auto copies rows into send buffers first" if options.mode == "auto" else f"mode is {options.mode}"
+    return f"cannot be registered for RDMA or NVLink: {hindrance}; {staged}, which staging='cupy_device' keeps off TCP"
 
 
 def _read(source: Agent, reader: Agent, options: NixlOptions, held: list[torch.Tensor]) -> str:
