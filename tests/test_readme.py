@@ -53,7 +53,7 @@ def test_continuous_integration_runs_the_readmes_test_command():
     assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "exec make test"
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"`eplb ([a-z]+)[^`]*`", README))))
+@pytest.mark.parametrize("command", sorted(set(re.findall(r"`eplb ([a-z-]+)[^`]*`", README))))
 def test_a_command_named_in_the_readme_exists(command):
     done = run(sys.executable, "-m", "eplb_core.cli", command, "--help")
     assert done.returncode == 0, done.stderr

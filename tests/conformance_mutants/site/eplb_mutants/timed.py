@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 from eplb_good.backend import GoodBackend as Good
@@ -55,11 +56,24 @@ class WritesThePlan(Good):
         return super().transfer(plan)
 
 
+def for_a_while(action):
+    """Repeat an action for a second and a half in a thread."""
+
+    def work():
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            time.sleep(0.02)
+            with suppress(OSError, KeyError, IndexError):  # closed meanwhile
+                action()
+
+    threading.Thread(target=work, daemon=True).start()
+
+
 class LandsAgain(Good):
     @hookimpl
     def wait(self, handle, timeout_s):
         receipt, again = super().wait(handle, timeout_s), super().wait
-        threading.Timer(0.3, lambda: again(handle, 1.0)).start()
+        for_a_while(lambda: again(handle, 1.0))
         return receipt
 
 
@@ -67,13 +81,13 @@ class ReadsAfterWait(Good):
     @hookimpl
     def transfer(self, plan):
         again = super().transfer
-        threading.Timer(0.1, lambda: again(plan)).start()
+        for_a_while(lambda: again(plan))
         return again(plan)
 
     @hookimpl
     def wait(self, handle, timeout_s):
         receipt, again = super().wait(handle, timeout_s), super().wait
-        threading.Timer(0.2, lambda: again(handle, 1.0)).start()
+        for_a_while(lambda: again(handle, 1.0))
         return receipt
 
 
