@@ -181,8 +181,9 @@ def test_a_trace_has_a_span_for_each_layer_step_and_peer(tmp_path, staging_layer
             assert sum(facts["nbytes_sent"] for facts in of_this) == sent
             assert sum(facts["nbytes_received"] for facts in of_this) == received
         for track in named:  # viewers draw spans of one track nested, or not at all
-            open_until = []
-            for event in [e for e in spans(trace) if e["tid"] == track]:
+            of_track, open_until = [e for e in spans(trace) if e["tid"] == track], []
+            assert [e["ts"] for e in of_track] == sorted(e["ts"] for e in of_track)
+            for event in of_track:
                 while open_until and open_until[-1] <= event["ts"]:
                     open_until.pop()
                 end = event["ts"] + event["dur"]
