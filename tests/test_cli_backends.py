@@ -273,3 +273,45 @@ def test_probe_results_are_shown_below_the_table(site):
     shown = site.run("--device", "cpu", "--probe", EPLB_PLUGINS="works").stdout
     assert "Probe of works" in shown
     assert "  - library: libswift 1.0" in shown
+
+
+STAGING = """
+from eplb_core import API_VERSION, hookimpl
+from eplb_core.backend import StagingInfo
+@hookimpl
+def eplb_register_staging():
+    return [
+        StagingInfo("big", "pages", API_VERSION, "pages:Big"),
+        StagingInfo("broken", "pages", API_VERSION, "pages:Broken"),
+        StagingInfo("far", "pages", API_VERSION, "pages:Far", device_types=("cuda",)),
+    ]
+"""
+PAGES = """
+from eplb_core.errors import ConfigError
+class Big:
+    @classmethod
+    def probe(cls, device):
+        return {"pages": f"2 MiB for {device}"}
+class Broken:
+    @classmethod
+    def probe(cls, device):
+        raise ConfigError("EPLB-C014", staging="broken", reason="there are no pages")
+class Far:
+    pass
+"""
+
+
+def test_staging_allocators_are_probed_for_the_weights_device_and_shown(site):
+    site.write("pages.py", PAGES)
+    site.install("eplb-pages", "1.0", "pages", STAGING)
+    document = site.document("--device", "cpu", "--probe", EPLB_PLUGINS="pages")
+    found = {staging["name"]: staging for staging in document["staging"]}
+    assert found["torch"]["probe"]["facts"]["host memory"] == "not pinned"
+    assert found["big"]["probe"]["facts"] == {"pages": "2 MiB for cpu"}
+    assert not found["broken"]["probe"]["ok"]
+    assert "Staging allocator 'broken' cannot be used: there are no pages." in found["broken"]["probe"]["problem"]
+    assert found["far"]["why_not"] == "it stages for cuda, not for cpu"
+    assert found["far"]["probe"]["facts"] == {"probe": "it has none"}
+    shown = folded(site.run("--device", "cpu", "--probe", EPLB_PLUGINS="pages").stdout)
+    assert "- pages: 2 MiB for cpu" in shown
+    assert "does not work: Staging allocator 'broken' cannot be used: there are no pages." in shown
