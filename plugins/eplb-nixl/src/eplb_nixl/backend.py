@@ -24,7 +24,7 @@ from eplb_nixl.options import NixlOptions
 from eplb_nixl.outbox import is_complete
 from eplb_nixl.probe import probe
 from eplb_nixl.sources import LABEL, Sources, agent_name_prefix
-from eplb_nixl.transfers import FAILED, UNPOSTED, Read, Transfer, give_back, poll, post_ready
+from eplb_nixl.transfers import FAILED, UNPOSTED, Read, Transfer, give_back, named, poll, post_ready
 from eplb_nixl.transport import restriction
 from eplb_nixl.wire import announcement
 
@@ -180,17 +180,18 @@ class NixlBackend:
                     received, sent = int(plan.receives.nbytes.sum()), int(plan.sends.nbytes.sum())
                     return TransferReceipt(nbytes_received=received, nbytes_sent=sent)
                 self._raise_failure(handle)
-                peers = ", ".join(map(str, handle.pending))
+                peers = named(handle.pending)
             reason = self._context.cancelled()
             if reason is not None:
-                raise self._trouble(where, f"cancelled while it waited for ranks {peers}: {reason}")
+                detail = f"in {where}, while rank {self._context.rank} waited for {peers}: {reason}"
+                raise TransferError("EPLB-T001", label=LABEL, state="cancelled", detail=detail)
             elapsed_s = time.monotonic() - start
             if elapsed_s >= timeout_s:
-                raise StalledError("EPLB-T002", seconds=elapsed_s, where=where, waiting_for=f"ranks {peers}")
+                raise StalledError("EPLB-T002", seconds=elapsed_s, where=where, waiting_for=peers)
             if not warned and elapsed_s >= timeout_s / 2:
                 warned = True
                 rank = self._context.rank
-                logger.warning("rank %d has waited %.1f s in %s for ranks %s", rank, elapsed_s, where, peers)
+                logger.warning("rank %d has waited %.1f s in %s for %s", rank, elapsed_s, where, peers)
             if elapsed_s >= self._options.spin_s:
                 time.sleep(min(sleep_s, timeout_s - elapsed_s))
                 sleep_s = min(2 * sleep_s, self._options.poll_limit_s)

@@ -99,6 +99,11 @@ class Transfer:
         return ", ".join(f"({self.plan.layer}, {tensor})" for tensor in tensors)
 
 
+def named(ranks: list[int]) -> str:
+    """Return "rank 3" or "ranks 1, 3"."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
 def post_ready(agent: Agent, transfer: Transfer, cancelled: Callable[[], str | None]) -> None:
     """Post every READ whose source can be read; a failure is kept in its `Read`.
 
