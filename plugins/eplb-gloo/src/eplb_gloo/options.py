@@ -18,7 +18,7 @@ class GlooOptions(BaseModel):
         ge=1,
         le=16,
         description="Threads that move bytes, each with a connection of its own to every peer. One keeps up with about "
-        "1 GB/s in each direction; raise it for a faster link and spare cores.",
+        "1.5 GB/s in each direction; raise it for a faster link and spare cores.",
     )
     coalesce_nbytes: int = Field(
         COALESCE_NBYTES,
