@@ -54,13 +54,13 @@ def settle(
             staged.copies.run()
             ledger.decided(staged.number)
     ledger.doubtful = []
-    digest = map_digest(ledger.map)
+    digest = map_digest(ledger.map) if ledger.map.size else b""  # a rank that joins holds no placement yet
     client.set(f"settled/{rank}", seal("settled", digest, name=name, rank=rank, epoch=epoch, generation=0))
     keys = [f"settled/{member}" for member in members]
     _await(client, keys, members, deadline)
     for member, value in zip(members, client.read_many(keys), strict=True):
         other = unseal(value, "settled", name=name, rank=member, epoch=epoch, generation=0, limit=_LIMIT_NBYTES)
-        if other != digest:
+        if other and digest and other != digest:
             problem = f"after settling, rank {member} holds another placement than rank {rank}"
             raise TransferError("EPLB-T009", problem=problem)
 

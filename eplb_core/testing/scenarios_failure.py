@@ -203,7 +203,6 @@ def joins_late(stage: Stage, subject: Subject) -> None:
         control.start_epochs_at("default", 1)
         model.fill(maps[0])
         comm = communicator(stage, subject, model.weights, control=control, device_group=group)
-        comm._ledger.map = alone.copy()  # what its host told it: rebuild refuses members that hold another placement
     else:
         model.fill(alone)
         comm = communicator(stage, subject, model.weights, control=control, device_group=group)
