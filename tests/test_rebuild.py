@@ -135,7 +135,7 @@ def in_doubt(rank: Rank, backend: str, everywhere: bool):
     observers = [Waits(rank)] if rank.rank == 0 and not everywhere else []
     group = device_group(rank, backend)
     comm = eplb.Communicator(
-        config(backend, 3.0),
+        config(backend, 6.0),
         model.weights,
         rank.control("first"),
         group,
@@ -149,6 +149,12 @@ def in_doubt(rank: Rank, backend: str, everywhere: bool):
 
         def lost_before_counting(key: str) -> int:
             if key.startswith("2/1/"):
+                gate, until = rank.store("gate"), time.monotonic() + 20
+                gate.add("counting", 1)
+                while gate.add("counting", 0) < rank.world_size:  # the others may still read from this rank
+                    assert time.monotonic() < until
+                    if council.pump is not None:
+                        council.pump()
                 council.client._gone = "connection reset"
             return add(key)
 
