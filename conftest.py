@@ -14,6 +14,10 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("eplb", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("eplb")
 
+# torch looks up the name of every address it connects to. Where the name server answers late or never, that is 5 s a
+# connection, at random; the tests wait one second at most.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 if sys.flags.optimize:
     _KEEP_ASSERTS = Path(__file__).parent / "tests" / "keep_asserts"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_KEEP_ASSERTS), os.environ.get("PYTHONPATH")]))

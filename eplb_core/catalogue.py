@@ -418,6 +418,7 @@ _add(
     when="In any wait, after timeout_s; every live rank aborts with the same text.",
     situations=[
         "a rank is stopped or swapped out",
+        "at connect: a name server that does not answer; torch looks up each address it meets, 5 s each time",
         "ranks did not all call rearrange",
         "timeout_s is too short for this link",
     ],

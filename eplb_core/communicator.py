@@ -15,7 +15,7 @@ from eplb_core.agree import Proposal, agree, propose
 from eplb_core.assembly import assemble
 from eplb_core.control import ControlPlane, StoreGone
 from eplb_core.council import refuse
-from eplb_core.errors import ConfigError, EplbError, PeerLostError, PlanError, TransferError, error_for
+from eplb_core.errors import ConfigError, EplbError, PeerLostError, PlanError, StalledError, TransferError, error_for
 from eplb_core.generation import Generation
 from eplb_core.layout import build_layout, check_landing
 from eplb_core.ledger import Ledger
@@ -223,7 +223,7 @@ class Communicator:
             return agree(session, proposal)
         except StoreGone as gone:
             self._lost(gone, "agree")
-        except PeerLostError as error:  # a stalled rank may come back and find the outcome; a dead one will not
+        except (PeerLostError, StalledError) as error:  # the same on all: one that comes back finds this outcome
             self._ledger.poison(error, f"generation {session.council.generation}, phase agree")
             raise
 
