@@ -313,6 +313,7 @@ def _transfer_to_the_dead(rank: Rank) -> object:
     return type(handle).__name__, error, member.backend.abort(handle, "dead")
 
 
+@pytest.mark.slow
 def test_memory_of_an_undrained_transfer_is_not_written_after_close():
     assert run_ranks(2, _write_after_close) == [(True, True), (True, True)]
 

@@ -18,6 +18,8 @@ if HERE not in sys.path:
 
 from members import Case, Member, descriptors, threads  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def resident_nbytes() -> int:
     text = Path("/proc/self/status").read_text(encoding="ascii")

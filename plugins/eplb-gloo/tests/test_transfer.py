@@ -147,6 +147,7 @@ def _connect_in_two_calls(rank: Rank) -> tuple[int, ...]:
     return receipt.peers
 
 
+@pytest.mark.slow
 def test_it_works_in_a_daemonic_process_where_no_helper_process_can_be_started():
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
