@@ -92,16 +92,18 @@ def case_options() -> dict | None:
     return json.loads(os.environ.get(_CASE, "{}")).get("options") or None
 
 
-def fault_cases() -> list:
-    """Return the same parameters, the twins of others under faults left to ``make soak``."""
+# Each differs from another case in nothing that a fault, or python -O, meets: nixl-tcp (where a READ from a stopped
+# process does stop), the same, and torch_gloo.
+_TWINS = {"nixl", "nixl-staged", "torch_gloo-cupy_pinned"}
+
+
+def cases(mark_of_twins: pytest.MarkDecorator) -> list:
+    """Return the same parameters, with a mark on the twins of others."""
     return [
-        pytest.param(*case.values, id=case.id, marks=[*case.marks, *([pytest.mark.soak] if case.id in _TWINS else [])])
+        pytest.param(*case.values, id=case.id, marks=[*case.marks, *([mark_of_twins] if case.id in _TWINS else [])])
         for case in backend_cases()
     ]
 
 
-# In the order of their twins: nixl-tcp, where a READ from a stopped process does stop; the same once more; torch_gloo.
-_TWINS = {"nixl", "nixl-staged", "torch_gloo-cupy_pinned"}
-
-every_backend = pytest.mark.parametrize("backend", backend_cases())
-every_backend_under_faults = pytest.mark.parametrize("backend", fault_cases())
+every_backend = pytest.mark.parametrize("backend", cases(pytest.mark.slow))
+every_backend_under_faults = pytest.mark.parametrize("backend", cases(pytest.mark.soak))
