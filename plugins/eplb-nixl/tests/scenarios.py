@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from rank import Rank, count_fds, count_threads, say, value_of
 from eplb_core.backend import PeerMetadata
 from eplb_core.errors import EplbError
 from eplb_core.layout import build_layout
+from eplb_nixl.wire import SourceRecord
 
 
 def shifted(world: int, experts: int, layers: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -115,7 +117,7 @@ def source_stops(rank: int, world: int, port: int, *, signal_name: str, limit_s:
     say(closed=closed, seconds=time.monotonic() - start, pid=pid)
     # Quarantined memory outlives everything that refers to it here.
     address, nbytes = landing.data_ptr(), landing.numel()
-    del landing, handle, plans, me.landing, me.buffers
+    del landing, handle, plans, me
     gc.collect()
     with open("/proc/self/maps") as maps:
         spans = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
@@ -230,6 +232,35 @@ def metadata_refused(rank: int, world: int, port: int) -> None:
     me.barrier()
     me.rearrange(old, new)
     say(wrong=me.wrong_rows(new))
+    me.barrier()
+    me.backend.close()
+
+
+def metadata_crafted(rank: int, world: int, port: int, *, craft: str) -> None:
+    """Payloads that are whole and of the right rank, and still not what that rank's NIXL says."""
+    me = Rank(rank, world, port)
+    me.build()
+    me.barrier()
+    peer, other = (peer for peer in range(world) if peer != rank)
+    record = SourceRecord.from_bytes(me.payload(peer))
+    theirs = SourceRecord.from_bytes(me.payload(other))
+    crafted = {
+        "metadata": replace(record, agent_metadata=theirs.agent_metadata),
+        "address": replace(record, warm_address=int(record.bases[0, 0])),
+        "version": replace(record, library_version="0.0.1"),
+        "name": replace(record, agent_name=theirs.agent_name),
+        "tensors": replace(record, bases=record.bases[:, 1:]),
+        "slots": replace(record, mode="staged"),
+    }[craft]
+    me.barrier()
+    try:
+        me.backend.exchange_metadata(me.local, [PeerMetadata(peer, crafted.to_bytes())])
+        limit = time.monotonic() + 10
+        while not me.backend.connected() and time.monotonic() < limit:
+            me.backend.progress()
+        say(code="none")
+    except EplbError as error:
+        say(code=error.code, text=str(error))
     me.barrier()
     me.backend.close()
 

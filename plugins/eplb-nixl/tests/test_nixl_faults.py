@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
+
 
 def test_a_stopped_source_is_a_stall_within_the_limit_and_its_landing_memory_is_kept(fresh_over_tcp):
     fresh_over_tcp.start("source_stops", 2, signal_name="SIGSTOP", limit_s=1.0)
@@ -17,6 +19,7 @@ def test_a_stopped_source_is_a_stall_within_the_limit_and_its_landing_memory_is_
     assert reader.line("drained")["seconds"] < 1.0
     assert reader["closed"] is False
     assert reader["mapped"] is True
+    assert "rank 1 has waited 0.5 s in the nixl transfer of layer 0" in fresh_over_tcp.ranks[1].errors()
     os.kill(fresh_over_tcp.ranks[0].process.pid, signal.SIGCONT)
     assert fresh_over_tcp.ranks[1].end() == 0
 
@@ -70,3 +73,20 @@ def test_metadata_that_is_not_the_peers_own_is_refused_and_the_right_one_then_ta
         assert "checksum" in said["texts"]["flipped"]
         assert "epoch 7" in said["texts"]["stale"]
         assert said["wrong"] == 0
+
+
+@pytest.mark.parametrize(
+    ("craft", "code", "part"),
+    [
+        ("metadata", "EPLB-M005", "NIXL found agent"),
+        ("address", "EPLB-T001", "brought another agent's bytes"),
+        ("version", "EPLB-M004", "NIXL EPLB library version mismatch with rank"),
+        ("name", "EPLB-M005", "and a random part"),
+        ("tensors", "EPLB-M005", "expected 1 of 9"),
+        ("slots", "EPLB-M005", "expected 2 of 9"),
+    ],
+)
+def test_a_whole_payload_that_does_not_fit_is_refused(run, craft, code, part):
+    for said in run("metadata_crafted", 3, craft=craft):
+        assert said["code"] == code
+        assert part in said["text"]

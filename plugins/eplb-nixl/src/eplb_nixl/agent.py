@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,65 +84,46 @@ class Agent:
         self._reads: set[Any] = set()
         self._peers: list[str] = []
         self._agent: Any = None
-        api = library.api
-        with self.lock, self._translating(f"create an agent with backends {', '.join(backends)}"):
-            config = api.nixl_agent_config(
-                enable_prog_thread=progress_thread,
-                num_threads=num_threads,
-                backends=[],
-                sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
-            )
-            agent = api.nixl_agent(name, config)
-            for backend in backends:
-                parameters = {"num_threads": str(num_threads)} if num_threads and backend == "UCX" else {}
-                if transport:
-                    parameters["engine_config"] = f"TLS={transport}"
-                agent.create_backend(backend, parameters)
-            self._agent = agent
+        try:
+            self._agent = self._create(backends, num_threads, progress_thread, transport)
+        except library.errors as error:
+            raise self._refusal(f"create an agent with backends {', '.join(backends)}", error) from error
 
     @property
     def is_open(self) -> bool:
         """False once closed."""
         return self._agent is not None
 
-    def memory_types(self, backend: str) -> list[str]:
-        """Return the memory types a backend says it takes, such as "DRAM_SEG"."""
-        with self._calling("ask a backend for its memory types") as agent:
-            return list(agent.get_backend_mem_types(backend))
-
     def register(self, memory: Memory) -> None:
         """Register one piece of memory, which must overlap no other (NIXL crashes at the end when it does)."""
-        with self._calling(f"register {memory.nbytes} bytes of {memory.memory_type}") as agent:
-            descriptors = agent.get_reg_descs([memory.descriptor], memory.memory_type)
-            agent.register_memory(descriptors)
-            self._registered.append(descriptors)
+        what = f"register {memory.nbytes} bytes of {memory.memory_type}"
+        descriptors = self._call(what, "get_reg_descs", [memory.descriptor], memory.memory_type)
+        self._call(what, "register_memory", descriptors)
+        self._registered.append(descriptors)
 
     def deregister_all(self) -> None:
         """Take every registration back."""
-        with self._calling("deregister memory") as agent:
-            while self._registered:
-                agent.deregister_memory(self._registered.pop())
+        while self._registered:
+            self._call("deregister memory", "deregister_memory", self._registered.pop())
 
     def metadata(self, memory: Sequence[Memory]) -> bytes:
         """Return what peers need to connect and to read these registered pieces, all of one memory type."""
-        with self._calling("describe itself") as agent:
-            descriptors = agent.get_reg_descs([each.descriptor for each in memory], memory[0].memory_type)
-            return bytes(agent.get_partial_agent_metadata(descriptors, inc_conn_info=True))
+        pieces = [each.descriptor for each in memory]
+        descriptors = self._call("describe itself", "get_reg_descs", pieces, memory[0].memory_type)
+        return bytes(self._call("describe itself", "get_partial_agent_metadata", descriptors, True))
 
     def add_peer(self, metadata: bytes) -> str:
         """Make a peer known; return the name NIXL found in its metadata."""
-        with self._calling("load a peer's metadata") as agent:
-            given: bytes | str = agent.add_remote_agent(metadata)
-            name = given.decode(errors="replace") if isinstance(given, bytes) else given
-            if name not in self._peers:
-                self._peers.append(name)
-            return name
+        given = self._call("load a peer's metadata", "add_remote_agent", metadata)
+        name = given.decode(errors="replace") if isinstance(given, bytes) else str(given)
+        if name not in self._peers:
+            self._peers.append(name)
+        return name
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer."""
-        with self._calling(f"remove {name}") as agent:
-            agent.remove_remote_agent(name)
-            self._peers.remove(name)
+        self._call(f"remove {name}", "remove_remote_agent", name)
+        self._peers.remove(name)
 
     def prepare(self, peer: str | None, blocks: AddressArray, memory_type: str) -> Any:
         """Prepare a list of rows to name by index later.
@@ -161,46 +142,39 @@ class Agent:
         object
             For `make_read`.
         """
-        whose = f"rows of {peer}" if peer else "landing rows"
-        with self._calling(f"prepare {int(blocks[:, 4].sum())} {whose}") as agent:
-            descriptors = blocks if self.library.strided else expand(blocks)
-            prepared = agent.prep_xfer_dlist(peer or "NIXL_INIT_AGENT", descriptors, mem_type=memory_type)
-            self._lists.append(prepared)
-            return prepared
+        what = f"prepare {int(blocks[:, 4].sum())} {f'rows of {peer}' if peer else 'landing rows'}"
+        descriptors = blocks if self.library.strided else expand(blocks)
+        prepared = self._call(what, "prep_xfer_dlist", peer or "NIXL_INIT_AGENT", descriptors, memory_type)
+        self._lists.append(prepared)
+        return prepared
 
     def make_read(self, local: Any, local_index: IndexArray, remote: Any, remote_index: IndexArray) -> Any:
         """Make a READ of remote rows into local rows, by index; it is not posted yet."""
-        with self._calling(f"make a READ of {len(local_index)} rows") as agent:
-            read = agent.make_prepped_xfer("READ", local, local_index, remote, remote_index)
-            self._reads.add(read)
-            return read
+        read = self._call("make a READ", "make_prepped_xfer", "READ", local, local_index, remote, remote_index)
+        self._reads.add(read)
+        return read
 
     def post(self, read: Any) -> str:
         """Start a READ; return "DONE", "PROC" or another state."""
-        with self._calling("post a READ") as agent:
-            return str(agent.transfer(read))
+        return str(self._call("post a READ", "transfer", read))
 
     def state(self, read: Any) -> str:
         """Move things on and return a READ's state: "DONE", "PROC" or another."""
-        with self._calling("check a READ") as agent:
-            return str(agent.check_xfer_state(read))
+        return str(self._call("check a READ", "check_xfer_state", read))
 
     def release(self, read: Any) -> None:
         """Give a READ back. One that is in flight still writes into landing memory afterwards."""
-        with self._calling("release a READ") as agent:
-            agent.release_xfer_handle(read)
-            self._reads.discard(read)
+        self._call("release a READ", "release_xfer_handle", read)
+        self._reads.discard(read)
 
     def notify(self, peer: str, message: bytes) -> None:
         """Send a notification."""
-        with self._calling(f"notify {peer}") as agent:
-            agent.send_notif(peer, message)
+        self._call(f"notify {peer}", "send_notif", peer, message)
 
     def progress(self) -> dict[str, list[bytes]]:
         """Move things on; return the notifications that came, by agent name."""
-        with self._calling("make progress") as agent:
-            notifications: dict[str, list[bytes]] = agent.get_new_notifs()
-            return notifications
+        notifications: dict[str, list[bytes]] = self._call("make progress", "get_new_notifs")
+        return notifications
 
     def close(self) -> None:
         """Give everything back and end the agent. Waits for no peer; what NIXL refuses on the way out is left to it."""
@@ -225,17 +199,31 @@ class Agent:
             self._peers.clear()
             self._registered.clear()
 
-    @contextmanager
-    def _calling(self, what: str) -> Iterator[Any]:
+    def _call(self, what: str, method: str, *arguments: Any) -> Any:
         with self.lock:
             if self._agent is None:
                 raise NixlError(f"NIXL cannot {what}: the agent is closed")
-            with self._translating(what):
-                yield self._agent
+            try:
+                return getattr(self._agent, method)(*arguments)
+            except self.library.errors as error:
+                raise self._refusal(what, error) from error
 
-    @contextmanager
-    def _translating(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except self.library.errors as error:
-            raise NixlError(f"NIXL could not {what}: {str(error) or type(error).__name__}") from error
+    def _create(self, backends: Sequence[str], num_threads: int, progress_thread: bool, transport: str) -> Any:
+        api = self.library.api
+        config = api.nixl_agent_config(
+            enable_prog_thread=progress_thread,
+            num_threads=num_threads,
+            backends=[],
+            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        )
+        agent = api.nixl_agent(self.name, config)
+        for backend in backends:
+            parameters = {"num_threads": str(num_threads)} if num_threads and backend == "UCX" else {}
+            if transport:
+                parameters["engine_config"] = f"TLS={transport}"
+            agent.create_backend(backend, parameters)
+        return agent
+
+    @staticmethod
+    def _refusal(what: str, error: Exception) -> NixlError:
+        return NixlError(f"NIXL could not {what}: {str(error) or type(error).__name__}")

@@ -173,7 +173,7 @@ class NixlBackend:
             with self._agent.lock:
                 if handle.drained is not None:
                     raise self._trouble(where, "the handle was waited for or aborted before")
-                if self._watch.may_progress():
+                if not handle.is_complete and self._watch.may_progress():
                     self._advance(handle)
                 if handle.is_complete:
                     self._finish(handle)
