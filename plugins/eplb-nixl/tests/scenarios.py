@@ -124,13 +124,14 @@ def source_stops(rank: int, world: int, port: int, *, signal_name: str, limit_s:
     say(mapped=any(start <= address and address + nbytes <= end for start, end in spans))
 
 
-def reader_dies(rank: int, world: int, port: int, *, told: bool) -> None:
-    """Rank 1 dies with READs that rank 0 has not served yet; rank 0 goes on, told of it by the core or not."""
+def reader_dies(rank: int, world: int, port: int, *, both: bool) -> None:
+    """Rank 1 dies with READs that rank 0 has not served yet; the core tells rank 0, which may have READs of its own."""
     me = Rank(rank, world, port, layers=1, experts=32, nbytes=[1 << 20])
     me.build()
     me.connect()
     old, new = shifted(world, 32)
-    new[0, :32] = old[0, :32]  # rank 0 needs nothing
+    if not both:
+        new[0, :32] = old[0, :32]
     me.fill(old)
     if rank == 0:
         me.store.set("pid", str(os.getpid()))
@@ -143,8 +144,7 @@ def reader_dies(rank: int, world: int, port: int, *, told: bool) -> None:
     handle = me.backend.transfer(plans[0])
     me.store.set("napping", "1")
     time.sleep(1.0)
-    if told:
-        me.cancel_reason = "rank 1 is gone"
+    me.cancel_reason = "rank 1 is gone"
     for _ in range(200):
         me.backend.progress()
         time.sleep(1e-3)
@@ -161,6 +161,10 @@ def cancelled(rank: int, world: int, port: int) -> None:
     _, plans = me.start(old, new)
     if rank == 1:
         handle = me.backend.transfer(plans[0])
+        for _ in range(200):
+            me.backend.progress()
+            time.sleep(1e-3)
+        say(posted=[read.state for read in handle.reads])
         me.cancel_reason = "rank 2 aborted layer 0: for reasons of its own"
         try:
             me.backend.wait(handle, 30.0)
@@ -262,6 +266,19 @@ def metadata_crafted(rank: int, world: int, port: int, *, craft: str) -> None:
     except EplbError as error:
         say(code=error.code, text=str(error))
     me.barrier()
+    me.backend.close()
+
+
+def metadata_size(rank: int, world: int, port: int, *, layers: int, experts: int, tensors: int) -> None:
+    """How much goes on the wire for a large model, and how long registering and connecting it take."""
+    me = Rank(rank, world, port, layers=layers, experts=experts, nbytes=[64] * tensors)
+    start = time.monotonic()
+    me.build()
+    registered_s = time.monotonic() - start
+    me.barrier()
+    start = time.monotonic()
+    me.connect()
+    say(nbytes=len(me.local.payload), registered_s=registered_s, connected_s=time.monotonic() - start)
     me.backend.close()
 
 

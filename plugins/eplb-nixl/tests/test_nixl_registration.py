@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from eplb_core.errors import MetadataError
 from eplb_nixl.agent import Agent, Memory
+from eplb_nixl.exposure import _choose
 from eplb_nixl.library import NixlError, load_library
 from eplb_nixl.registration import Piece, cannot_be_exported, pieces_of, register
 
@@ -83,6 +84,11 @@ def test_nixl_takes_aliases_and_views_and_gives_them_back(agent):
     register(agent, pieces_of(tensors))
     agent.close()
     assert not agent.is_open
+
+
+def test_trying_the_live_weights_leaves_nothing_registered(agent):
+    assert _choose(agent, [("a", torch.zeros(4096, dtype=torch.uint8))])[0] == "zero_copy"
+    assert agent._registered == []
 
 
 def test_a_refusal_names_the_tensor(agent):
