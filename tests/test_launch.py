@@ -70,7 +70,7 @@ def targets(tmp_path, monkeypatch):
 
 @contextmanager
 def no_process_left():
-    """Fail when processes are left that were not there before; the tests before may keep ranks ready for those after."""
+    """Fail when processes are left that were not there before; tests may keep ranks ready for later ones."""
     before = set(psutil.Process().children(recursive=True))
     yield
     assert set(psutil.Process().children(recursive=True)) <= before
