@@ -10,7 +10,9 @@ TYPED := eplb_core $(wildcard plugins/*/src) \
 	$(foreach example,$(EXAMPLES),$(firstword $(wildcard $(example)/src) $(example)))
 # What `make` installs beside the core: the plugins, and the example that is a distribution as strangers write them.
 DISTS := $(PLUGINS) $(patsubst %/pyproject.toml,%,$(wildcard examples/*/pyproject.toml))
-PYTEST := -m pytest
+# Tests at a time. Most of them wait for ranks, which are processes of their own, and for limits on purpose.
+JOBS ?= 2
+PYTEST := -m pytest --numprocesses $(JOBS) --dist worksteal
 
 .PHONY: demo test soak mutants lint pytest pytest-optimized wheels clean
 .NOTPARALLEL:

@@ -237,15 +237,15 @@ tensor = torch.full((4,), 5.0, device=device) if rank == 0 else torch.zeros(4)
 torch.accelerator.synchronize()
 with fake_device.host_access() if opened else contextlib.nullcontext():
     try:
+        group.allreduce([torch.zeros(4, device=device)]).wait()
+    except RuntimeError as error:
+        print(error, flush=True)
+    try:
         if rank == 0:
             group.send([tensor.cpu() if staged else tensor], 1, 0).wait()
         else:
             group.recv([tensor], 0, 0).wait()
         print(tensor.tolist())
-    except RuntimeError as error:
-        print(error)
-    try:
-        group.allreduce([torch.zeros(4, device=device)]).wait()
     except RuntimeError as error:
         print(error)
 """
@@ -270,9 +270,9 @@ def send_over_gloo(*, staged: bool, opened: bool) -> list[str]:
 @pytest.mark.slow
 def test_gloo_cannot_send_a_device_tensor(device):
     sender, receiver = send_over_gloo(staged=False, opened=False)
-    assert "Bad address" in sender
-    assert "Connection closed by peer" in receiver
     assert "unsupported device type eplbdev" in sender  # the collectives do look at the device
+    assert "Bad address" in sender  # what sends does not: an error of the operating system, at times the process's end
+    assert "Connection closed by peer" in receiver
 
 
 @pytest.mark.slow
