@@ -13,7 +13,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class CommitPlan:
-    """How one rank puts one layer in place: `copies` level by level, then `landed`, then `duplicates`.
+    """How one rank puts one layer in place: `copies` level by level, then what was received, then `duplicates`.
 
     Read-only int64 arrays.
 
@@ -25,15 +25,12 @@ class CommitPlan:
     level_starts : IntArray
         ``[num_levels + 1]``: level i is ``copies[level_starts[i]:level_starts[i + 1]]``. No row that a level writes is
         read or written by another copy of that level.
-    landed : IntArray
-        ``[num_landed]``, ascending: rows that take what was received for them.
     duplicates : IntArray
-        ``[num_duplicates, 2]``, (destination row, landed row): further rows that take what was received for the latter.
+        ``[num_duplicates, 2]``, (destination row, received row): further rows that take what came for the latter.
     """
 
     copies: IntArray
     level_starts: IntArray
-    landed: IntArray
     duplicates: IntArray
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from eplb_core.backend import Event
 from eplb_core.control import StoreGone
 from eplb_core.errors import CommitError, PlanError, StoreLostError, error_for
 from eplb_core.landing import NOTHING, CommitCopies, commit_copies
+from eplb_core.schedule import TransferPlan
+from eplb_core.shares import RankShares
 from eplb_core.vote import Ballot, Decision, Vote
 
 if TYPE_CHECKING:
@@ -66,7 +69,18 @@ class Generation:
         self._council = session.council
         self._plan = plan
         self._ledger = ledger
-        self._slots = session.assembly.config.staging_layers
+        config = session.assembly.config
+        self._slots = config.staging_layers
+        work_out = partial(
+            plan.shares,
+            rank=session.rank,
+            landing_layout=session.backend.landing_layout,
+            coalesce_nbytes=session.coalesce_nbytes,
+            batched=session.assembly.info.batched,
+            max_ops_per_batch=config.max_ops_per_batch,
+            migration_batching=config.enable_migration_batching,
+        )
+        self._shares = RankShares(plan, session.assembly.layout.geometries, work_out)
         self._next_start = 0
         self._next_stage = 0
         self._started: dict[int, StagedLayer] = {}
@@ -193,26 +207,13 @@ class Generation:
 
     def _transfer(self, staged: StagedLayer) -> None:
         session, layer = self._session, staged.number
-        config = session.assembly.config
         # The copies out of this slot may still run on the device; they end before anything lands in it again.
         session.assembly.streams.settle(self._ledger.take_slot_events(staged.slot))
-        geometry = session.assembly.layout.geometries[layer]
-        plan = self._plan.transfer_plan(
-            layer,
-            session.rank,
-            geometry,
-            generation=self._council.generation,
-            sequence=self._ledger.next_sequence(),
-            slot=staged.slot,
-            landing_layout=session.backend.landing_layout,
-            coalesce_nbytes=session.coalesce_nbytes,
-            batched=session.assembly.info.batched,
-            max_ops_per_batch=config.max_ops_per_batch,
-            migration_batching=config.enable_migration_batching,
-        )
+        share = self._shares.of(layer)
+        plan = TransferPlan(self._council.generation, self._ledger.next_sequence(), layer, staged.slot, *share)
         staged.copies = commit_copies(
             self._ledger.row_views(layer),
-            geometry,
+            session.assembly.layout.geometries[layer],
             self._plan.commit_plan(layer, session.rank),
             plan.receives,
             session.landing,

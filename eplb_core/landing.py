@@ -70,11 +70,14 @@ class LandingMemory:
         """Return the spare row of a tensor, uint8 ``[nbytes]``."""
         return self._spare[tensor][:nbytes]
 
-    def landed_row(self, slot: int, tensor: int, row: int, offset: int, nbytes: int) -> torch.Tensor:
-        """Return where a received row lies, uint8 ``[nbytes]``."""
+    def landed_rows(self, slot: int, receives: MoveColumns) -> list[torch.Tensor]:
+        """Return where each received row lies, uint8 ``[nbytes]``."""
         if self.rows is not None:
-            return self.rows[slot][tensor][row]
-        return self.slots[slot][offset : offset + nbytes]
+            rows = self.rows[slot]
+            return [rows[t][r] for t, r in zip(receives.tensor.tolist(), receives.row.tolist(), strict=True)]
+        slot_bytes = self.slots[slot]
+        ends = (receives.landing_offset + receives.nbytes).tolist()
+        return [slot_bytes[start:end] for start, end in zip(receives.landing_offset.tolist(), ends, strict=True)]
 
     def release(self, events: Mapping[int, object] | None = None, rest: object | None = None) -> None:
         """Give the slots back to their allocator.
@@ -135,9 +138,9 @@ def commit_copies(
     geometry : LayerGeometry
         Of the layer.
     plan : CommitPlan
-        Local moves in place, level by level, then landed rows, then duplicates of them.
+        Local moves in place, level by level, then received rows, then duplicates of them.
     receives : MoveColumns
-        Where each landed row lies.
+        Where each received row lies.
     landing : LandingMemory
         Holds them.
     slot : int
@@ -165,18 +168,8 @@ def commit_copies(
             )
         )
     if len(receives):
-        columns = zip(
-            receives.tensor.tolist(),
-            receives.row.tolist(),
-            receives.landing_offset.tolist(),
-            receives.nbytes.tolist(),
-            strict=True,
-        )
-        to, source = [], []
-        for tensor, row, offset, nbytes in columns:
-            to.append(row_views[tensor][row])
-            source.append(landing.landed_row(slot, tensor, row, offset, nbytes))
-        steps.append((to, source))
+        to = [row_views[t][r] for t, r in zip(receives.tensor.tolist(), receives.row.tolist(), strict=True)]
+        steps.append((to, landing.landed_rows(slot, receives)))
     duplicates = plan.duplicates.tolist()
     if duplicates:
         steps.append(

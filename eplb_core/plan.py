@@ -14,7 +14,7 @@ from eplb_core.chains import CommitPlan, frozen, order_copies
 from eplb_core.errors import PlanError
 from eplb_core.layout import LayerGeometry
 from eplb_core.matching import Experts, choose_holders, match_within_ranks, ordered
-from eplb_core.schedule import LayerMoves, MoveColumns, TransferPlan, layer_share
+from eplb_core.schedule import LayerShare, MoveColumns, Moves, TransferPlan, layer_shares
 
 __all__ = ["CommitPlan", "MoveColumns", "PlacementPlan", "TransferPlan", "check_maps", "plan_moves"]
 
@@ -120,19 +120,70 @@ class PlacementPlan:
             EPLB-P007, an argument is out of range.
         """
         self._check_layer(layer)
+        (share,) = self.shares(
+            layer,
+            layer + 1,
+            geometry,
+            rank=rank,
+            landing_layout=landing_layout,
+            coalesce_nbytes=coalesce_nbytes,
+            batched=batched,
+            max_ops_per_batch=max_ops_per_batch,
+            migration_batching=migration_batching,
+        )
+        return TransferPlan(generation, sequence, layer, slot, *share)
+
+    def shares(
+        self,
+        first: int,
+        stop: int,
+        geometry: LayerGeometry,
+        *,
+        rank: int,
+        landing_layout: Literal["rows", "packed_by_peer"],
+        coalesce_nbytes: int,
+        batched: bool,
+        max_ops_per_batch: int,
+        migration_batching: bool,
+    ) -> list[LayerShare]:
+        """Return what one rank sends and receives in each of some layers of one geometry, which is cheaper by far.
+
+        Parameters
+        ----------
+        first, stop : int
+            The layers from `first` to ``stop - 1``.
+        geometry, rank, landing_layout, coalesce_nbytes, batched, max_ops_per_batch, migration_batching
+            See `transfer_plan`.
+
+        Returns
+        -------
+        list of LayerShare
+            ``[stop - first]``.
+
+        Raises
+        ------
+        PlanError
+            EPLB-P007, an argument is out of range.
+        """
+        self._check_layer(first)
+        self._check_layer(max(first, stop - 1))
         self._check_rank(rank)
         if geometry.num_local_physical_experts != self.num_local_physical_experts:
             raise PlanError(
                 "EPLB-P007",
-                problem=f"layer {layer} has {geometry.num_local_physical_experts} experts per rank, "
+                problem=f"layer {first} has {geometry.num_local_physical_experts} experts per rank, "
                 f"the maps {self.num_local_physical_experts}",
             )
         if landing_layout not in {"rows", "packed_by_peer"}:
             raise PlanError("EPLB-P007", problem=f"landing_layout is {landing_layout!r}")
         if batched and max_ops_per_batch < 1:
             raise PlanError("EPLB-P007", problem=f"max_ops_per_batch is {max_ops_per_batch}")
-        sends, receives, num_batches = layer_share(
-            self._moves(layer),
+        part = slice(self.layer_starts[first], self.layer_starts[stop])
+        number = (self.layer[part] - first) * self.world_size
+        return layer_shares(
+            Moves(self.src[part] + number, self.dst[part] + number, self.src_row[part], self.dst_row[part]),
+            stop - first,
+            self.world_size,
             rank,
             geometry,
             landing_layout=landing_layout,
@@ -140,7 +191,6 @@ class PlacementPlan:
             max_ops_per_batch=max_ops_per_batch if batched else None,
             one_peer_per_batch=migration_batching,
         )
-        return TransferPlan(generation, sequence, layer, slot, sends, receives, num_batches)
 
     def commit_plan(self, layer: int, rank: int) -> CommitPlan:
         """Return how one rank puts one layer in place once everyone's reads of it are done.
@@ -162,19 +212,22 @@ class PlacementPlan:
         """
         self._check_layer(layer)
         self._check_rank(rank)
-        moves = self._moves(layer)
-        local, duplicate = self._of(self.local, layer, rank), self._of(self.duplicate, layer, rank)
+        local = self._of(self.local, self._local_keys, layer, rank)
+        duplicate = self._of(self.duplicate, self._duplicate_keys, layer, rank)
         copies, level_starts = order_copies(local[:, 0], local[:, 1], self.num_local_physical_experts)
-        landed = frozen(np.sort(moves.dst_row[moves.dst == rank]))
-        return CommitPlan(copies, level_starts, landed, frozen(duplicate))
+        return CommitPlan(copies, level_starts, frozen(duplicate))
 
-    def _moves(self, layer: int) -> LayerMoves:
-        part = slice(self.layer_starts[layer], self.layer_starts[layer + 1])
-        return LayerMoves(self.src[part], self.dst[part], self.src_row[part], self.dst_row[part])
+    @cached_property
+    def _local_keys(self) -> IntArray:
+        return frozen(self.local[:, 0])
 
-    def _of(self, copies: IntArray, layer: int, rank: int) -> IntArray:
+    @cached_property
+    def _duplicate_keys(self) -> IntArray:
+        return frozen(self.duplicate[:, 0])
+
+    def _of(self, copies: IntArray, keys: IntArray, layer: int, rank: int) -> IntArray:
         at = layer * self.world_size + rank
-        start, end = np.searchsorted(copies[:, 0], [at, at + 1])
+        start, end = keys.searchsorted([at, at + 1])
         return copies[start:end, 1:]
 
     def _check_layer(self, layer: int) -> None:

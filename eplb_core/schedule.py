@@ -1,8 +1,10 @@
-"""How one layer's moves travel: one canonical order, cut into messages and batches, each row with its landing place."""
+"""How a layer's moves travel: one canonical order, cut into messages and batches, each row with its landing place."""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -85,8 +87,20 @@ class TransferPlan:
     num_batches: int = 1
 
 
-class LayerMoves(NamedTuple):
-    """Experts that cross ranks in one layer, int64 columns ``[num_moves]`` ordered by (src, dst, source row)."""
+class LayerShare(NamedTuple):
+    """What of a `TransferPlan` follows from the maps; its fields are described there."""
+
+    sends: MoveColumns
+    receives: MoveColumns
+    num_batches: int
+
+
+class Moves(NamedTuple):
+    """Experts that cross ranks, int64 columns ``[num_moves]`` ordered by (src, dst, source row).
+
+    Several layers lie side by side: rank r of the i-th is number ``i * world_size + r``. Ranks of different layers have
+    nothing to do with each other, so whatever holds for the ranks of one layer holds for all of them together.
+    """
 
     src: IntArray
     dst: IntArray
@@ -95,7 +109,7 @@ class LayerMoves(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """The (source, destination) pairs of a layer, ordered by both: where each one's moves start, how many they are."""
+    """The (source, destination) pairs of some moves, ordered by both: where the moves of each start, and how many."""
 
     src: IntArray
     dst: IntArray
@@ -108,13 +122,15 @@ class _Rows(NamedTuple):
 
     pair: IntArray  # index into the pairs they were made of
     place: IntArray  # 0 to n-1 within the pair
-    move: IntArray  # index into the layer's moves
+    move: IntArray  # index into the moves
     tensor: IntArray
     nbytes: IntArray
 
 
-def layer_share(
-    moves: LayerMoves,
+def layer_shares(
+    moves: Moves,
+    num_layers: int,
+    world_size: int,
     rank: int,
     geometry: LayerGeometry,
     *,
@@ -122,17 +138,19 @@ def layer_share(
     coalesce_nbytes: int,
     max_ops_per_batch: int | None,
     one_peer_per_batch: bool,
-) -> tuple[MoveColumns, MoveColumns, int]:
-    """Return one rank's sends, its receives, and the number of batches of the whole layer.
+) -> list[LayerShare]:
+    """Return one rank's share of each of some layers that have the same geometry.
 
     Parameters
     ----------
-    moves : LayerMoves
+    moves : Moves
         Of all ranks.
+    num_layers, world_size : int
+        How many layers, of how many ranks.
     rank : int
-        Whose share.
+        Whose shares.
     geometry : LayerGeometry
-        Of the layer.
+        Of every one of the layers.
     landing_layout : {"rows", "packed_by_peer"}
         See `eplb_core.backend.Backend`.
     coalesce_nbytes : int
@@ -144,15 +162,12 @@ def layer_share(
 
     Returns
     -------
-    sends, receives : MoveColumns
-        In canonical order.
-    num_batches : int
-        0 when nothing moves.
+    list of LayerShare
+        ``[num_layers]``, columns in canonical order; 0 batches where nothing moves.
     """
     pairs = _pairs(moves)
     num_tensors = len(geometry.moving)
-    num_batches = int(len(pairs.src) * num_tensors > 0)
-    mine = (pairs.src == rank) | (pairs.dst == rank)
+    mine = (pairs.src % world_size == rank) | (pairs.dst % world_size == rank)
     if landing_layout == "packed_by_peer":
         # What a source packs depends on all that it sends, and where a row lands on all that its receiver gets.
         rows = _rows(pairs, geometry)
@@ -165,17 +180,26 @@ def layer_share(
         rows = _rows(own, geometry)
         message = rows.place
         offset = geometry.offsets[rows.tensor] + moves.dst_row[rows.move] * rows.nbytes
+    per_layer = np.bincount(pairs.src // world_size, pairs.size * num_tensors, num_layers).astype(np.int64)
+    num_batches = (per_layer > 0).astype(np.int64)
     batch = np.zeros_like(message)
-    if max_ops_per_batch is not None and num_batches:
-        of_row, num_batches = _batches(pairs, num_tensors, max_ops_per_batch, one_peer_per_batch)
+    if max_ops_per_batch is not None and per_layer.any():
+        of_row = _batches(pairs, num_tensors, max_ops_per_batch, one_peer_per_batch)
         batch = of_row[np.repeat(mine, pairs.size * num_tensors)]
-    src, dst = moves.src[rows.move], moves.dst[rows.move]
+        np.maximum.at(num_batches, np.repeat(np.arange(num_layers), per_layer), of_row + 1)
+    layer, src = np.divmod(moves.src[rows.move], world_size)
+    dst = moves.dst[rows.move] % world_size
     src_row, dst_row = moves.src_row[rows.move], moves.dst_row[rows.move]
-    columns = (rows.tensor, src_row, dst_row, rows.nbytes, offset, message, batch)
-    return _columns(dst, columns, src == rank), _columns(src, columns, dst == rank, swapped=True), num_batches
+    sent, received = src == rank, dst == rank
+    others = (rows.nbytes, offset, message, batch)
+    sends = _by_layer(layer[sent], num_layers, [c[sent] for c in (dst, rows.tensor, src_row, dst_row, *others)])
+    receives = _by_layer(
+        layer[received], num_layers, [c[received] for c in (src, rows.tensor, dst_row, src_row, *others)]
+    )
+    return [LayerShare(*share) for share in zip(sends, receives, num_batches.tolist(), strict=True)]
 
 
-def _pairs(moves: LayerMoves) -> Pairs:
+def _pairs(moves: Moves) -> Pairs:
     changes = np.ones(len(moves.src), bool)
     changes[1:] = (moves.src[1:] != moves.src[:-1]) | (moves.dst[1:] != moves.dst[:-1])
     start = np.flatnonzero(changes)
@@ -194,9 +218,9 @@ def _rows(pairs: Pairs, geometry: LayerGeometry) -> _Rows:
 
 
 def _packed(
-    moves: LayerMoves, pairs: Pairs, rows: _Rows, geometry: LayerGeometry, coalesce_nbytes: int
+    moves: Moves, pairs: Pairs, rows: _Rows, geometry: LayerGeometry, coalesce_nbytes: int
 ) -> tuple[IntArray, IntArray]:
-    """Return the message number and the landing offset of every row of a whole layer."""
+    """Return the message number and the landing offset of every row of whole layers."""
     if not len(rows.pair):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     # A source stages every distinct row once, whether it travels packed or alone. Packing a row again, for a further
@@ -231,8 +255,8 @@ def _packed(
     return message, pair_offset[rows.pair] + np.where(packed, within_packed, within_alone)
 
 
-def _batches(pairs: Pairs, num_tensors: int, limit: int, one_peer: bool) -> tuple[IntArray, int]:
-    """Return the batch of every row of a layer, and how many batches there are.
+def _batches(pairs: Pairs, num_tensors: int, limit: int, one_peer: bool) -> IntArray:
+    """Return the batch of every row of whole layers.
 
     A row goes into the first batch with room at both its ends. Rows of a pair follow one another and have the same
     ends, so they fill batch after batch: the loop is over (pair, batch). A set of batches is the bits of one integer;
@@ -269,15 +293,14 @@ def _batches(pairs: Pairs, num_tensors: int, limit: int, one_peer: bool) -> tupl
                 shared[ends] |= bit
             batches.append(batch)
             counts.append(count)
-    return np.repeat(np.array(batches, np.int64), counts), max(batches) + 1
+    return np.repeat(np.array(batches, np.int64), counts)
 
 
-def _columns(
-    peer: IntArray, columns: tuple[IntArray, ...], keep: npt.NDArray[np.bool_], *, swapped: bool = False
-) -> MoveColumns:
-    tensor, src_row, dst_row, *others = (frozen(column[keep]) for column in columns)
-    row, peer_row = (dst_row, src_row) if swapped else (src_row, dst_row)
-    return MoveColumns(frozen(peer[keep]), tensor, row, peer_row, *others)
+def _by_layer(layer: IntArray, num_layers: int, columns: Sequence[IntArray]) -> list[MoveColumns]:
+    """Cut columns that are ordered by layer into one set for each."""
+    columns = [frozen(column) for column in columns]
+    ends = np.searchsorted(layer, np.arange(num_layers + 1)).tolist()
+    return [MoveColumns(*(column[a:b] for column in columns)) for a, b in itertools.pairwise(ends)]
 
 
 def _inclusive(values: IntArray, group: IntArray) -> IntArray:

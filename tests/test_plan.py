@@ -52,7 +52,8 @@ def commit(plan: PlacementPlan, layer: int = 0, rank: int = 0) -> tuple[list, li
     """Return the copies of each level, the landed rows, the duplicates."""
     order = plan.commit_plan(layer, rank)
     levels = np.split(order.copies, order.level_starts[1:-1]) if len(order.copies) else []
-    return [level.tolist() for level in levels], order.landed.tolist(), order.duplicates.tolist()
+    landed = sorted(plan.dst_row[(plan.layer == layer) & (plan.dst == rank)].tolist())
+    return [level.tolist() for level in levels], landed, order.duplicates.tolist()
 
 
 # --- moves ------------------------------------------------------------------------------------------------------------
@@ -331,11 +332,11 @@ def put_in_place(plan: PlacementPlan, layer: int, rank: int, share: TransferPlan
     for tensor, row, nbytes, offset in zip(r.tensor, r.row, r.nbytes, r.landing_offset, strict=True):
         rows[tensor][row] = memory[offset : offset + nbytes]
     for to, origin in order.duplicates.tolist():
-        assert origin in order.landed
+        assert origin in plan.dst_row[(plan.layer == layer) & (plan.dst == rank)]
         for tensor in rows:
             tensor[to] = tensor[origin]
     if len(r):
-        assert sorted(set(r.row.tolist())) == order.landed.tolist()
+        assert set(r.row.tolist()) == set(plan.dst_row[(plan.layer == layer) & (plan.dst == rank)].tolist())
 
 
 @given(
@@ -483,7 +484,7 @@ def test_nothing_a_plan_hands_out_can_be_written():
     share, order = shared(plan, 0, 0, geometry_of(3, [8]), landing_layout="packed_by_peer"), plan.commit_plan(0, 0)
     arrays = [value for thing in (plan, share.sends, share.receives, order) for value in vars(thing).values()]
     arrays = [*(a for a in arrays if isinstance(a, np.ndarray)), plan.pairs]
-    assert len(arrays) == 8 + 8 + 8 + 4 + 1
+    assert len(arrays) == (8 + 2) + 8 + 8 + 3 + 1
     for array in arrays:
         with pytest.raises(ValueError, match="read-only"):
             array[...] = 0

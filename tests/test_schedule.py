@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 
 from eplb_core.errors import PlanError
 from eplb_core.layout import LayerGeometry, build_layout
-from eplb_core.plan import PlacementPlan, TransferPlan, plan_moves
+from eplb_core.plan import MoveColumns, PlacementPlan, TransferPlan, plan_moves
+from eplb_core.shares import RankShares
 
 
 def geometry_of(num_rows: int, nbytes: list[int]) -> LayerGeometry:
@@ -192,6 +195,57 @@ def test_a_layer_without_bytes_to_move_is_an_empty_plan(landing_layout, batched)
     for plan, geometry in (nothing_moves, nothing_to_move):
         for share in shares(plan, geometry, landing_layout=landing_layout, batched=batched):
             assert (len(share.sends), len(share.receives), share.num_batches) == (0, 0, 0)
+
+
+# --- several layers ---------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def models(draw) -> tuple[PlacementPlan, list[LayerGeometry]]:
+    """A plan of several layers, some of which move nothing, in up to two geometries."""
+    world_size, num_rows, num_layers = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    size = world_size * num_rows
+    maps = st.one_of(st.permutations(range(size)), st.just(list(range(size))))
+    old, new = ([draw(maps) for _ in range(num_layers)] for _ in range(2))
+    two = [geometry_of(num_rows, [8, 100]), geometry_of(num_rows, [8, 65, 1])]
+    geometries = [two[draw(st.integers(0, 1))] for _ in range(num_layers)]
+    return plan_moves(np.array(old, np.int64), np.array(new, np.int64), world_size=world_size), geometries
+
+
+@given(
+    models(), st.sampled_from(["rows", "packed_by_peer"]), st.booleans(), st.booleans(), st.sampled_from([1, 12, 999])
+)
+def test_layers_planned_together_are_those_planned_alone(model, landing_layout, batched, one_peer, at_a_time):
+    plan, geometries = model
+    how = {
+        "landing_layout": landing_layout, "coalesce_nbytes": 50, "batched": batched, "max_ops_per_batch": 3,
+        "migration_batching": one_peer,
+    }  # fmt: skip
+    for rank in range(plan.world_size):
+        together = RankShares(plan, geometries, partial(plan.shares, rank=rank, **how), rows_at_a_time=at_a_time)
+        for layer in plan.layers:
+            share = together.of(layer)
+            alone = plan.transfer_plan(layer, rank, geometries[layer], generation=1, sequence=1, slot=0, **how)
+            assert share.num_batches == alone.num_batches
+            names = [field.name for field in fields(MoveColumns)]
+            for one, other in ((share.sends, alone.sends), (share.receives, alone.receives)):
+                assert columns(one, *names) == columns(other, *names)
+                assert not any(getattr(one, name).flags.writeable for name in names)
+
+
+def test_many_small_layers_are_planned_at_once_and_large_ones_when_their_turn_comes():
+    old = np.tile(np.arange(8), (6, 1))
+    plan = plan_moves(old, np.roll(old, 4, axis=1), world_size=2)
+    small, large = geometry_of(4, [8]), geometry_of(4, [8, 16, 24])
+    calls = []
+
+    def work_out(first, stop, geometry):
+        calls.append((first, stop))
+        return [(first, layer) for layer in range(first, stop)]
+
+    shares = RankShares(plan, [small] * 3 + [large] * 3, work_out, rows_at_a_time=24)  # 8 rows a layer, then 24
+    assert [shares.of(layer) for layer in range(6)] == [(0, 0), (0, 1), (0, 2), (3, 3), (4, 4), (5, 5)]
+    assert calls == [(0, 3), (3, 4), (4, 5), (5, 6)]
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

@@ -111,13 +111,10 @@ class Exchange:
     def missing(self, plan: TransferPlan, *, new: int = 1) -> list[tuple[int, int]]:
         """Return (tensor, row) of what the plan receives and landing memory does not hold."""
         moves, wrong = plan.receives, []
-        for number in range(len(moves)):
-            tensor, row = int(moves.tensor[number]), int(moves.row[number])
+        landed = self.session.landing.landed_rows(plan.slot, moves)
+        for tensor, row, there in zip(moves.tensor.tolist(), moves.row.tolist(), landed, strict=True):
             expert = int(self.maps[new][plan.layer, self.stage.rank * self.model.num_rows + row])
-            landed = self.session.landing.landed_row(
-                plan.slot, tensor, row, int(moves.landing_offset[number]), int(moves.nbytes[number])
-            )
-            if not np.array_equal(landed.cpu().numpy(), self.model.content(plan.layer, tensor, expert)):
+            if not np.array_equal(there.cpu().numpy(), self.model.content(plan.layer, tensor, expert)):
                 wrong.append((tensor, row))
         return wrong
 

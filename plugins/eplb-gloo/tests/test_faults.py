@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import time
@@ -63,7 +64,8 @@ def test_a_killed_peer_ends_the_waits_of_all_others_at_once():
         assert seconds < 3
         assert isinstance(error, TransferError)
         assert error.code == "EPLB-T001"
-        assert str(error).startswith("torch_gloo transfer failed with state=Connection closed by peer")
+        # closed, or reset where the killed one had not read all that was sent to it
+        assert re.match(r"torch_gloo transfer failed with state=.*(closed by peer|reset by peer|Broken pipe)", str(error))
         assert "rank 1" in str(error) or "rank 2" in str(error) or "rank 0" in str(error)
         assert "layer 0, phase wait" in str(error)
         assert drained is False

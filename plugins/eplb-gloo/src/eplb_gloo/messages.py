@@ -152,13 +152,13 @@ def _group_ranks(columns: MoveColumns, layer: int, registered: Registered) -> In
         ("tensor", columns.tensor, len(of_layer)),
         ("row", columns.row, registered.num_rows),
     ):
-        if column.min() < 0 or column.max() >= limit:
+        if column.view(np.uint64).max() >= limit:  # negative numbers are the largest of all
             raise MisfitError(f"there is no {name} {column.max() if column.max() >= limit else column.min()}")
     group_rank = registered.group_rank[columns.peer]
     strangers = (group_rank < 0) | (group_rank == registered.own)
     if strangers.any():
         raise MisfitError(f"rank {columns.peer[strangers][0]} is not another member")
-    if not np.array_equal(columns.nbytes, of_layer[columns.tensor]):
+    if (columns.nbytes != of_layer[columns.tensor]).any():
         raise MisfitError("the rows have other sizes")
     return group_rank
 
