@@ -1,4 +1,4 @@
-"""What depends on the device, for host memory: a stream of the stub's, and no driver."""
+"""What depends on the device, for host memory and the fake device: a stream of the stub's, and no driver."""
 
 from __future__ import annotations
 
@@ -35,6 +35,32 @@ class StubStream:
         return contextlib.nullcontext()
 
 
+class DeviceStubStream:
+    """A stream of the fake device, with the stub's beside it that does what is queued for NCCL.
+
+    On a real device both are one. Here whoever queues on the stub's waits first for what is queued on the device's, and
+    what the stub does it does to device memory that a test has opened.
+    """
+
+    def __init__(self, stream) -> None:
+        self._stub = StubStream()
+        self._stream = stream
+
+    @property
+    def pointer(self):
+        self._stream.synchronize()
+        return self._stub.pointer
+
+    def mark(self):
+        return self._stub.mark()
+
+    def reached(self, mark) -> bool:
+        return self._stub.reached(mark)
+
+    def copy_order(self):
+        return self._stream
+
+
 class CpuPyNcclBackend(PyNcclBackend):
     """pynccl over the stub."""
 
@@ -44,4 +70,4 @@ class CpuPyNcclBackend(PyNcclBackend):
 
     @classmethod
     def operation_stream(cls, context):
-        return StubStream()
+        return StubStream() if context.stream is None else DeviceStubStream(context.stream)

@@ -1,4 +1,4 @@
-"""pynccl as it stands, but for CPU tensors and only where the stub is to be loaded."""
+"""pynccl as it stands, but for CPU tensors, and those of the fake device, and only where the stub is to be loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def eplb_register_backends() -> BackendInfo:
         eplb_pynccl.hooks.eplb_register_backends(),
         name="pynccl_cpu",
         target="eplb_pynccl_cpu.backend:CpuPyNcclBackend",
-        device_types=("cpu",),
+        device_types=("cpu", "eplbdev"),
         install_hint="",
         available=why_not,
     )
