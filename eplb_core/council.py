@@ -123,7 +123,8 @@ class Council:
         if not isinstance(error, EplbError):
             reason = f"{type(error).__name__}: {error}"
             return error_for("EPLB-T007", rank=self.rank, where=where, reason=reason), False
-        detail = f"{error.detail} Seen by rank {self.rank} in {where}.".strip()
+        seen = f"Seen by rank {self.rank} in {where}."
+        detail = f"{error.detail} {seen}" if error.detail else f"({seen})"  # the text may end without a full stop
         named = error_for(error.code, *error.values, detail=detail, **error.fields)
         return named, error.code == "EPLB-T002"
 
@@ -165,12 +166,12 @@ class Council:
 
     def _say_whom_it_waits_for(self, vote: Vote, seconds: float) -> None:
         logger.warning(
-            "%s: rank %d has waited %.1f s in %s for %s",
+            "%s: rank %d has waited %.1f s for %s, in %s",
             self.name,
             self.rank,
             seconds,
-            vote.where,
             self._whom_it_waits_for(vote),
+            vote.where,
         )
 
     def _whom_it_waits_for(self, vote: Vote) -> str:

@@ -191,7 +191,7 @@ class NixlBackend:
             if not warned and elapsed_s >= timeout_s / 2:
                 warned = True
                 rank = self._context.rank
-                logger.warning("rank %d has waited %.1f s in %s for %s", rank, elapsed_s, where, peers)
+                logger.warning("rank %d has waited %.1f s for %s, in %s", rank, elapsed_s, peers, where)
             if elapsed_s >= self._options.spin_s:
                 time.sleep(min(sleep_s, timeout_s - elapsed_s))
                 sleep_s = min(2 * sleep_s, self._options.poll_limit_s)
