@@ -138,6 +138,7 @@ def among_faults():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_plugin_is_skipped_and_kept_with_distribution_version_and_reason(fault):
+    """Case 14."""
     reason, cause = FAULTS[fault]
     [failure] = [failure for failure in among_faults()["failures"] if failure[1] == fault]
     text, _, distribution, version, full_reason, error, raised = failure
@@ -193,6 +194,7 @@ def test_an_interrupt_by_the_user_is_no_fault_of_a_plugin():
 
 
 def test_what_is_listed_twice_or_behind_a_symbolic_link_counts_once(tmp_path):
+    """Case 15."""
     link = tmp_path / "link"
     link.symlink_to(SITES / "sound")
     faults = tmp_path / "faults"
@@ -235,6 +237,7 @@ def test_two_releases_of_one_distribution_are_no_identical_duplicates():
 
 @pytest.mark.parametrize("sites", [("original", "fork"), ("fork", "original")])
 def test_selecting_a_name_in_conflict_names_both_distributions(sites):
+    """Case 15."""
     [[kind, text]] = selected("swift", *sites)["chain"]
     assert kind == "DiscoveryError"
     assert text.startswith("Backend 'swift' is claimed by more than one distribution: ")

@@ -479,6 +479,7 @@ def test_options_are_a_copy_that_the_backend_cannot_change_later():
 @pytest.mark.parametrize(("num_tensors", "num_experts"), [(4, 256), (6, 16)])
 @pytest.mark.parametrize("named_by_layer", [False, True])
 def test_metadata_of_61_layers_takes_less_than_64_kib_and_100_ms(num_tensors, num_experts, named_by_layer):
+    """Case 17."""
     weights = [[torch.zeros(num_experts, 4, 2 + t) for t in range(num_tensors)] for _ in range(61)]
     names = [[f"model.layers.{layer}.mlp.experts.w{t}" for t in range(num_tensors)] for layer in range(61)]
     layout = build_layout(weights, names if named_by_layer else None)

@@ -71,6 +71,7 @@ def test_a_backend_without_auto_priority_is_taken_when_named():
 
 
 def test_nccl_with_async_is_refused_word_for_word():
+    """Case 18."""
     error = refusal("torch_nccl", FIELD)
     assert error.code == "EPLB-C004"
     assert str(error).startswith(
@@ -80,6 +81,7 @@ def test_nccl_with_async_is_refused_word_for_word():
 
 
 def test_a_backend_that_declares_nothing_about_async_is_refused_too():
+    """Case 18."""
     error = refusal("undeclared", installed(UNDECLARED, GLOO))
     assert str(error).startswith(
         "undeclared communicator is incompatible with async EPLB due to undeclared async safety. "
