@@ -214,3 +214,18 @@ def test_the_only_libucp_of_this_process_is_found():
     assert Path(path).name.startswith("libucp")
     assert library.ucx_version(path).count(".") == 2
     assert library.ucx_version("/nonexistent/libucp.so") == "unknown"
+
+
+@pytest.mark.parametrize(("level", "greets"), [(None, False), ("INFO", True)])
+def test_an_agent_greets_only_users_who_asked_nixl_for_a_level(level, greets):
+    script = (
+        "from eplb_nixl.agent import Agent; from eplb_nixl.library import load_library; import logging\n"
+        "agent = Agent(load_library(), 'quiet'); agent.close()\n"
+        "logging.getLogger('nixl.test').info('still heard')"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "NIXL_LOG_LEVEL"}
+    environment |= {"NIXL_LOG_LEVEL": level} if level else {}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    said = done.stdout + done.stderr
+    assert ("Initialized NIXL agent" in said) is greets
+    assert "still heard" in said  # NIXL's own logger is left as it was

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,14 +218,33 @@ class Agent:
             backends=[],
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
-        agent = api.nixl_agent(self.name, config)
-        for backend in backends:
-            parameters = {"num_threads": str(num_threads)} if num_threads and backend == "UCX" else {}
-            if transport:
-                parameters["engine_config"] = f"TLS={transport}"
-            agent.create_backend(backend, parameters)
+        with _without_greetings(api):
+            agent = api.nixl_agent(self.name, config)
+            for backend in backends:
+                parameters = {"num_threads": str(num_threads)} if num_threads and backend == "UCX" else {}
+                if transport:
+                    parameters["engine_config"] = f"TLS={transport}"
+                agent.create_backend(backend, parameters)
         return agent
 
     @staticmethod
     def _refusal(what: str, error: Exception) -> NixlError:
         return NixlError(f"NIXL could not {what}: {str(error) or type(error).__name__}")
+
+
+@contextmanager
+def _without_greetings(api: Any) -> Iterator[None]:
+    """Keep back the two INFO lines that NIXL prints for every agent, unless the user asked NIXL for a level."""
+    logger = getattr(api, "logger", None)
+    if logger is None or os.environ.get("NIXL_LOG_LEVEL"):
+        yield
+        return
+
+    def above_info(record: logging.LogRecord) -> bool:
+        return record.levelno > logging.INFO
+
+    logger.addFilter(above_info)
+    try:
+        yield
+    finally:
+        logger.removeFilter(above_info)
