@@ -257,6 +257,14 @@ def test_probes_show_facts_and_contain_whatever_goes_wrong(site):
     assert [name for name in found if found[name]["ok"]] == ["works"]
 
 
+def test_a_backend_without_a_probe_is_said_to_have_none(site):
+    site.write("plain.py", "class Backend:\n    pass\n")
+    site.install_backend("plain", async_safe=True, target="plain:Backend")
+    probe = site.backend("plain", "--device", "cpu", "--probe", EPLB_PLUGINS="plain")["probe"]
+    assert probe["ok"]
+    assert probe["facts"] == {"probe": "it has none"}
+
+
 def test_a_probe_that_hangs_is_killed_at_the_limit(site):
     site.write("probes.py", PROBES)
     site.install_backend("hangs", async_safe=True, target="probes:Hangs")

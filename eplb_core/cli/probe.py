@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 _TAIL_LINES = 3
-
+_NONE = {"probe": "it has none"}
 
 Kind = Literal["backend", "staging"]
 
@@ -79,13 +79,15 @@ def _probe_here(kind: Kind, name: str, device: str) -> dict[str, Any]:
             info = resolve(discover(), "backend", name)
             options = load_target(info.options) if isinstance(info.options, str) else info.options
             backend = load_target(info.target)
+            if not hasattr(backend, "probe"):  # it is optional, as the Communicator takes it
+                return {"facts": _NONE}
             facts = contained("its probe()", lambda: backend.probe(None if options is None else options()))
         else:
             import torch
 
             allocator = load_target(resolve(discover(), "staging", name).target)
             if not hasattr(allocator, "probe"):
-                return {"facts": {"probe": "it has none"}}
+                return {"facts": _NONE}
             facts = contained("its probe()", lambda: allocator.probe(torch.device(device)))
         return {"facts": {str(key): str(value) for key, value in facts.items()}}
     except PluginRaisedError as raised:  # what it says for itself is the better text
