@@ -13,7 +13,7 @@ from eplb_core.backend import BackendInfo, StagingAllocator
 from eplb_core.discovery import discover, load_target
 from eplb_core.errors import ConfigError, DiscoveryError, EplbError
 from eplb_core.layout import Layout
-from eplb_core.selection import select
+from eplb_core.selection import resolve, select
 from eplb_core.streams import Streams
 
 if TYPE_CHECKING:
@@ -90,11 +90,13 @@ def assemble(
     Raises
     ------
     ConfigError
-        No backend fits, or its options do not, or the staging allocator does not.
+        No backend fits, or its options do not, or the staging allocator does not, or the policy is not installed.
     DiscoveryError
         The chosen backend cannot be loaded, or fails its probe; no other is taken instead.
     """
     catalog = discover()
+    if config.policy != "default":  # which is the core's own, eplb_core.balancing
+        resolve(catalog, "policy", config.policy)
     info = select(config, device_type=layout.device.type, catalog=catalog).info
     checked = _check_options(info, options)
     cls: Any = load_target(info.target)

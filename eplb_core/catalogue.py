@@ -47,11 +47,14 @@ _add(
     meaning="A field of EPLBConfig is unknown, has the wrong type or is out of range.",
     when="While the configuration is built, before any plugin is looked at, on the rank that builds it.",
     situations=[
-        "a misspelt key in an --eplb-config JSON",
+        "a misspelt key, in the call or in the JSON that a host hands on (vLLM's --eplb-config)",
         "a size or interval of zero",
         "a JSON made for another release",
     ],
-    solutions=["correct the field that the message names", "see README for the fields and their defaults"],
+    solutions=[
+        "correct the field that the message names",
+        "see 'Configuration' in the README for the fields and their defaults",
+    ],
 )
 _add(
     "EPLB-C002",
@@ -159,7 +162,7 @@ _add(
     "EPLB-C012",
     "Unknown policy {policy!r}.",
     meaning="No installed plugin offers a placement policy of that name.",
-    when="When the policy is looked up.",
+    when="When the Communicator is built with EPLBConfig(policy=...).",
     situations=["a misspelt name", "the plugin is not installed"],
     solutions=["use policy='default'", "install the plugin that offers it"],
 )
@@ -238,7 +241,7 @@ _add(
     "EPLB-D004",
     "Backend {backend} failed its probe: {reason}.",
     meaning="The backend's library is present but does not work on this machine.",
-    when="When the Communicator is built, before the backend is; also in 'eplb doctor' and 'eplb backends --probe'.",
+    when="When the Communicator is built, before the backend is; also in 'eplb backends --probe'.",
     situations=["a driver is missing or too old", "a transport that was required is not available"],
     solutions=["follow the reason given", "run 'eplb backends --probe'", "name another backend"],
 )
@@ -409,7 +412,11 @@ _add(
     meaning="The backend's library reported a failure of a transfer.",
     when="In wait, on the rank that saw it; every rank aborts the layer with it.",
     situations=["a peer died", "a link or a NIC failed", "memory was unregistered under the transfer"],
-    solutions=["look for the first error of the rank the message names", "rebuild() and go on", "run 'eplb doctor'"],
+    solutions=[
+        "look for the first error of the rank the message names",
+        "rebuild() and go on",
+        "run 'eplb backends --probe'",
+    ],
 )
 _add(
     "EPLB-T002",
@@ -529,13 +536,13 @@ _add(
     solutions=["give every rank of the communicator a Checksums observer, or none"],
 )
 
-# --- B: bench ---------------------------------------------------------------------------------------------------------
+# --- B: bench and demo ------------------------------------------------------------------------------------------------
 
 _add(
     "EPLB-B001",
     "Backend error: {0}",
     meaning="The backend under test failed.",
-    when="While a bench runs.",
+    when="While a bench runs; reserved, for no command of this release raises it.",
     situations=["the backend is not usable on this machine"],
     solutions=["run 'eplb backends'"],
 )
@@ -550,10 +557,13 @@ _add(
 _add(
     "EPLB-B003",
     "Configuration error: {0}",
-    meaning="The bench's arguments do not fit together.",
-    when="Before a bench starts.",
-    situations=["an unknown backend or preset"],
-    solutions=["see --help"],
+    meaning="What a command was asked for does not fit together, or does not fit this machine.",
+    when="In 'eplb demo', before any rank starts.",
+    situations=[
+        "an unknown preset, or a checkpoint together with options of presets",
+        "ranks that do not divide the experts, or more layers, experts or ranks than memory holds",
+    ],
+    solutions=["change the option that the message names", "'eplb demo --help' lists them with their defaults"],
 )
 _add(
     "EPLB-B004",

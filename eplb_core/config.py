@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class EPLBConfig(BaseModel):
     """What a host sets. A vLLM ``--eplb-config`` JSON loads as it is: ``EPLBConfig.model_validate_json(text)``.
 
+    Fields described as "for the host" are checked here and read by whoever decides when to rearrange; moving weights
+    depends on the others alone.
+
     Frozen, unknown keys refused. Whether the backend, staging allocator or policy that is named exists and fits is no
     question of the configuration; `eplb_core.select` and `eplb_core.Communicator` answer it from what plugins declare.
 
@@ -30,20 +33,31 @@ class EPLBConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    window_size: int = Field(default=1000, gt=0, description="Forward steps over which expert load is summed.")
-    step_interval: int = Field(default=3000, gt=0, description="Forward steps from one rearrangement to the next.")
+    window_size: int = Field(
+        default=1000, gt=0, description="For the host: forward steps over which it sums expert load."
+    )
+    step_interval: int = Field(
+        default=3000, gt=0, description="For the host: forward steps from one rearrangement to the next."
+    )
     num_redundant_experts: int = Field(
-        default=0, ge=0, description="Physical experts per MoE layer beyond the logical ones."
+        default=0, ge=0, description="For the host: physical experts per MoE layer beyond the logical ones."
     )
     log_balancedness: bool = Field(
-        default=False, description="Log balancedness: mean over maximum of tokens per rank. One exchange each time."
+        default=False, description="For the host: log balancedness, the mean over the maximum of tokens per rank."
     )
     log_balancedness_interval: int = Field(
-        default=1, description="Forward steps from one balancedness line to the next; above 0 with log_balancedness."
+        default=1,
+        description="For the host: forward steps between two balancedness lines; above 0 with log_balancedness.",
     )
-    use_async: bool = Field(default=True, description="Rearrange from a worker thread while the model serves.")
+    use_async: bool = Field(
+        default=True,
+        description="The host rearranges from a worker thread while the model serves: only backends that declare"
+        " themselves safe beside running kernels are taken.",
+    )
     policy: str = Field(
-        default="default", min_length=1, description="Placement policy; any but 'default' needs use_async=False."
+        default="default",
+        min_length=1,
+        description="Placement policy, which must be installed; any but 'default' needs use_async=False.",
     )
     communicator: str | None = Field(
         default=None, min_length=1, description="Backend that moves the weights; None chooses the best usable one."
@@ -63,7 +77,8 @@ class EPLBConfig(BaseModel):
     )
     on_failure: Literal["raise", "keep"] = Field(
         default="raise",
-        description="Of a background rearrangement: 'raise' at the next step, or log and 'keep' the old placement.",
+        description="For the host, of a rearrangement in the background: 'raise' at its next step, or log it and 'keep'"
+        " the old placement.",
     )
     fallback: str | None = Field(
         default=None,

@@ -109,7 +109,7 @@ class CommitError(TransferError):
 
 
 class BenchError(EplbError):
-    """A failure of ``eplb bench`` (EPLB-Bnnn)."""
+    """A failure of what measures or demonstrates: ``eplb demo`` (EPLB-Bnnn)."""
 
     family = "B"
 

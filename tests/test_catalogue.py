@@ -9,9 +9,11 @@ import string
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from eplb_core import errors
 from eplb_core.catalogue import CATALOGUE
+from eplb_core.cli.app import app
 from eplb_core.errors import ConfigError, EplbError, TransferError, error_class, error_for
 
 ROOT = Path(__file__).parents[1]
@@ -171,3 +173,13 @@ def test_a_text_that_users_search_for_is_kept_word_for_word():
     assert CATALOGUE["EPLB-M003"].text.format(**sizes) == (
         "NIXL EPLB nbytes_per_expert mismatch for (0, 'w13') with rank 3: local=16, peer=32"
     )
+
+
+def test_every_command_that_a_text_names_exists():
+    texts = [*ROOT.glob("eplb_core/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py"), *ROOT.glob("**/README.md")]
+    texts = [path for path in texts if ".venv" not in path.parts]
+    named = {
+        name for path in texts for name in re.findall(r"['`]eplb ([a-z][a-z-]*)", path.read_text(encoding="utf-8"))
+    }
+    assert {"backends", "explain"} <= named
+    assert named <= set(get_command(app).commands)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from eplb_core.config import EPLBConfig
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -64,3 +66,11 @@ def test_a_command_named_in_the_readme_exists(command):
 )
 def test_a_file_named_in_the_readme_exists(path):
     assert (ROOT / (path[0] or path[1])).exists()
+
+
+def test_the_table_of_fields_is_that_of_the_configuration():
+    table = re.search(r"\| field \| default \| meaning \|\n\|---\|---\|---\|\n((?:\|.*\n)+)", README)
+    expected = [
+        f"| `{name}` | `{field.default!r}` | {field.description} |" for name, field in EPLBConfig.model_fields.items()
+    ]
+    assert table.group(1).splitlines() == expected

@@ -7,8 +7,9 @@ import sys
 import types
 
 import pytest
+import torch
 
-from eplb_core import API_VERSION, BackendInfo, EPLBConfig
+from eplb_core import API_VERSION, BackendInfo, Communicator, ControlPlane, EPLBConfig
 from eplb_core.backend import PolicyInfo, StagingInfo
 from eplb_core.discovery import Catalog, Failure, Origin
 from eplb_core.errors import ConfigError, DiscoveryError
@@ -424,3 +425,11 @@ def test_staging_allocators_and_policies_are_looked_up_by_the_same_rules():
     with pytest.raises(ConfigError, match=r"Unknown policy 'greedi'.*Did you mean 'greedy'") as caught:
         resolve(catalog, "policy", "greedi")
     assert caught.value.code == "EPLB-C012"
+
+
+@pytest.mark.parametrize(("fields", "code"), [({"policy": "greedy"}, "EPLB-C012"), ({"staging": "slip"}, "EPLB-C011")])
+def test_a_communicator_refuses_a_policy_or_allocator_that_is_not_installed(fields, code):
+    control = ControlPlane.from_store(torch.distributed.HashStore(), rank=0, world_size=1)
+    with pytest.raises(ConfigError) as caught:
+        Communicator(EPLBConfig(use_async=False, **fields), [[torch.zeros(2, 8)]], control)
+    assert caught.value.code == code

@@ -1,1 +1,1 @@
-"""What ``eplb demo`` and ``eplb bench`` run: published geometries, contents that can be checked, ranks as processes."""
+"""What ``eplb demo`` runs: published geometries, contents that can be checked, ranks as processes."""
