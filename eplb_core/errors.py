@@ -50,6 +50,8 @@ class EplbError(Exception):
         self.detail = detail
         self.report: RearrangeReport | None = None
         text = entry.text.format(*values, **fields)
+        if text.endswith(("..", "?.", "!.")):  # what was filled in last is a sentence already
+            text = text[:-1]
         super().__init__(f"{text}{' ' if detail else ''}{detail} [{code}]")
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -183,3 +183,8 @@ def test_every_command_that_a_text_names_exists():
     }
     assert {"backends", "explain"} <= named
     assert named <= set(get_command(app).commands)
+
+
+@pytest.mark.parametrize("end", ["", ".", "?", "!"])
+def test_a_sentence_that_is_filled_in_last_gets_no_second_full_stop(end):
+    assert str(ConfigError("EPLB-C001", problem=f"is it{end}")).endswith(f"is it{end or '.'} [EPLB-C001]")
