@@ -145,7 +145,8 @@ def test_a_faulty_plugin_is_skipped_and_kept_with_distribution_version_and_reaso
     assert reason in full_reason
     assert (distribution, version) == ("eplb-faults", "1.2.3")
     assert all(part in text for part in (fault, distribution, version, full_reason))
-    assert error == f"Plugin {fault!r} of eplb-faults 1.2.3 was skipped: {full_reason}. [EPLB-D001]"
+    sentence = full_reason if full_reason.endswith("?") else f"{full_reason}."
+    assert error == f"Plugin {fault!r} of eplb-faults 1.2.3 was skipped: {sentence} [EPLB-D001]"
     assert raised == (cause or "NoneType")
     assert "\n" not in text
 
