@@ -170,10 +170,17 @@ _add(
 _add(
     "EPLB-C013",
     "Cannot write a new backend: {problem}.",
-    meaning="'eplb new-backend' writes a distribution into a new or empty folder, under a name that fits a package.",
-    when="In 'eplb new-backend', before anything is written.",
-    situations=["the folder holds files already", "the name has characters that no package name may have"],
-    solutions=["name an empty folder as the second argument", "choose a name of letters, digits, '-' and '_'"],
+    meaning="'eplb new-backend' writes a distribution into a new or empty folder, under a name that nobody has.",
+    when="In 'eplb new-backend': before anything is written, but for a folder that cannot be written to.",
+    situations=[
+        "the folder holds files already, or cannot be made",
+        "the name has characters that no package name may have, or does not start with a letter",
+        "an installed plugin has the name, or the distribution eplb-<name> is one of eplb-core's own",
+    ],
+    solutions=[
+        "name an empty folder as the second argument",
+        "choose a name of letters, digits, '-' and '_' that 'eplb backends' does not show",
+    ],
 )
 _add(
     "EPLB-C014",

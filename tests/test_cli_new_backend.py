@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -15,7 +16,10 @@ from typer.testing import CliRunner
 import eplb_core
 from eplb_core.cli.app import app
 from eplb_core.errors import ConfigError
+from eplb_core.testing import scaffold
 from eplb_core.testing.scaffold import new_backend
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "third_party_backend"
 
 
 def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path, monkeypatch):
@@ -72,9 +76,71 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "9lives", "a b", "../up", "two--dashes", "x-"])
 def test_a_name_that_no_package_can_have_is_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match="is no name for a backend"):
+    with pytest.raises(ConfigError, match="is no name for a new backend: it must start with a letter and go on with"):
         new_backend(name, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["core", "gloo", "NCCL", "cupy", "pynccl", "nixl", "vmread"])
+def test_a_name_whose_distribution_is_the_projects_own_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(scaffold, "discover", eplb_core.discovery.Catalog)
+    with pytest.raises(ConfigError, match=f"eplb-{name.lower()} is one of eplb-core's own distributions") as caught:
+        new_backend(name, tmp_path / "out")
+    assert caught.value.code == "EPLB-C013"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["torch_gloo", "Torch-Gloo", "torch-gloo"])
+def test_a_name_that_an_installed_plugin_has_is_refused_and_its_distribution_named(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"eplb-gloo [\d.]+ \(in .*\) offers 'torch_gloo'"):
+        new_backend(name, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("plugins", ["", "torch_gloo"])
+def test_a_plugin_that_eplb_plugins_leaves_out_keeps_its_name(tmp_path, monkeypatch, plugins):
+    monkeypatch.setenv("EPLB_PLUGINS", plugins)
+    with pytest.raises(ConfigError, match="offers 'torch_nccl'"):
+        new_backend("torch-nccl", tmp_path / "out")
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "file/below", "file"])
+def test_a_folder_that_cannot_be_written_is_a_typed_error(tmp_path, place):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=place) as caught:
+        new_backend("mine", tmp_path / place)
+    assert caught.value.code == "EPLB-C013"
+
+
+def test_backends_whose_names_begin_alike_refuse_each_others_metadata(tmp_path):
+    def magic(name: str) -> str:
+        (backend,) = (path for path in new_backend(name, tmp_path / name) if path.name == "backend.py")
+        return next(line for line in backend.read_text().splitlines() if line.startswith("MAGIC"))
+
+    assert magic("transporter") != magic("transporters")
+
+
+def test_the_readme_explains_its_commands_in_one_column(tmp_path):
+    for name in ("mine", "carrier-pigeon-over-long-distances"):
+        readme = (new_backend(name, tmp_path / name)[1]).read_text()
+        assert len({line.index("#") for line in readme.splitlines() if re.match(r"(eplb|pytest) .*#", line)}) == 1
+
+
+def test_its_tests_do_not_run_with_the_settings_of_a_project_around_it(tmp_path):
+    (tmp_path / "conftest.py").write_text("raise ImportError('what only that project has')")
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '--unknown-option'\n")
+    new_backend("mine", tmp_path / "mine")
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path / "mine", capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tests/test_conformance.py" in done.stdout
+
+
+def test_the_examples_tests_do_not_run_with_the_settings_of_the_repository():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--strict-markers", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=EXAMPLE, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"rootdir: {EXAMPLE}" in done.stdout
 
 
 def test_the_templates_are_in_the_wheel(tmp_path):
