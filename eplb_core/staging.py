@@ -126,8 +126,10 @@ def _can_pin(device: torch.device) -> bool:
 
 
 def _pinned(nbytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda" and not torch.cuda.device_count():
+        raise RuntimeError("torch sees no cuda device here")
     # On CUDA pinning sets up a context on the current device, which may be another one than the weights'.
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with torch.cuda.device(device) if device.type == "cuda" and device.index is not None else nullcontext():
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 

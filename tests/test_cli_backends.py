@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 INFO = 'BackendInfo({name!r}, "moves rows", API_VERSION, "{target}", {fields})'
 
@@ -42,7 +44,7 @@ class Site:
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         paths = os.pathsep.join(filter(None, [str(self.folder), os.environ.get("PYTHONPATH")]))
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("EPLB_")}
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("EPLB_") and key != "COLUMNS"}
         return subprocess.run(
             [sys.executable, "-m", "eplb_core.cli", "backends", *arguments],
             env={**clean, "PYTHONPATH": paths, **environment},
@@ -86,6 +88,23 @@ def test_why_a_backend_is_not_usable_is_shown_with_what_to_install(site):
     assert document["install_hint"] == "pip install lib"
 
 
+@pytest.mark.parametrize(
+    ("requires", "reason", "hinted"),
+    [
+        ("('json',)", "there is no driver here", False),
+        ("()", "there is no driver here", False),
+        ("()", "neither of one and other is installed", True),
+        ("()", "it is not installed: pip install lib", False),
+        ("('json', 'no_such_library')", "never asked", True),
+    ],
+)
+def test_what_to_install_is_said_only_where_a_package_is_missing(site, requires, reason, hinted):
+    site.install_backend(
+        "absent", async_safe=True, requires=requires, available=f"lambda: {reason!r}", install_hint="'pip install lib'"
+    )
+    assert site.backend("absent", "--device", "cpu")["install_hint"] == ("pip install lib" if hinted else "")
+
+
 def test_async_safety_is_judged_only_for_async(site):
     site.install_backend("unsafe", async_safe=False, async_reason="'stream conflicts'")
     site.install_backend("silent")
@@ -95,6 +114,7 @@ def test_async_safety_is_judged_only_for_async(site):
     shown = site.run("--device", "cpu", EPLB_PLUGINS="unsafe,silent").stdout
     assert "no: stream" in shown
     assert "no: undeclared" in shown
+    assert folded(shown).count("conflicts") == 1
 
 
 def test_the_device_type_decides_what_is_usable(site):
@@ -109,6 +129,41 @@ def test_an_impossible_device_type_is_refused(site):
     assert "'gpu 0' is no device type" in result.stderr
 
 
+def test_a_device_type_that_torch_does_not_know_is_refused(site):
+    result = site.run("--device", "xyz")
+    assert result.returncode == 2
+    assert "'xyz' is no device type that torch knows" in folded(result.stderr)
+
+
+def test_nothing_is_usable_on_a_device_that_torch_does_not_see(site):
+    site.write("probes.py", PROBES)
+    site.install_backend("anywhere", async_safe=True, auto_priority=9, target="probes:Works", device_types="('*',)")
+    site.install_backend("hosted", async_safe=True, device_types="('cpu',)")
+    given = ("--device", "xla", "--probe")  # torch knows it, and has no code for it
+    document = site.document(*given, EPLB_PLUGINS="anywhere,hosted")
+    found = {item["name"]: item for item in (*document["backends"], *document["staging"])}
+    reason = "torch sees no xla device here"
+    assert {name: item["why_not"] for name, item in found.items()} == {
+        "anywhere": reason,
+        "hosted": "it moves weights on cpu, not on xla",
+        "torch": reason,
+    }
+    assert document["choice"] == {"name": None, "why": reason}
+    assert [(item["probe"]["ok"], item["probe"]["problem"]) for item in found.values()] == [(False, reason)] * 3
+    shown = folded(site.run(*given, EPLB_PLUGINS="anywhere,hosted").stdout)
+    assert f"Automatic choice: none, as {reason}" in shown
+    assert shown.count(f"Probes: none works, as {reason}") == 1
+    assert all(policy["usable"] for policy in document["policies"])
+
+
+def test_without_a_gpu_no_allocators_insides_are_shown(site):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    document = site.document("--device", "cuda", "--probe")
+    for item in (*document["backends"], *document["staging"]):
+        assert item["probe"]["problem"] == "torch sees no cuda device here"
+
+
 def test_the_automatic_choice_is_named_with_its_reason(site):
     site.install_backend("swift", async_safe=True, auto_priority=100000)
     choice = site.document("--device", "cpu")["choice"]
@@ -120,7 +175,7 @@ def test_the_automatic_choice_is_named_with_its_reason(site):
 def test_that_nothing_can_be_chosen_is_no_failure_of_the_command(site):
     result = site.run("--device", "cpu", EPLB_PLUGINS="")
     assert result.returncode == 0
-    assert "Automatic choice: No usable EPLB backend." in folded(result.stdout)
+    assert "Automatic choice: none, as no backend is both usable and taken unasked" in folded(result.stdout)
 
 
 def test_a_broken_plugin_is_listed_with_distribution_version_and_reason_beside_the_healthy(site):
@@ -156,6 +211,22 @@ def test_what_eplb_plugins_leaves_out_is_said(site):
     assert [backend["name"] for backend in document["backends"]] == ["swift"]
     assert "other" in {origin["entry_point"] for origin in document["excluded"]}
     assert "Left out by EPLB_PLUGINS" in site.run("--device", "cpu", EPLB_PLUGINS="swift").stdout
+    names = [origin["entry_point"] for origin in document["excluded"]]
+    assert names == sorted(names)
+
+
+def test_an_unknown_name_in_eplb_plugins_is_met_with_those_there_are(site):
+    site.install_backend("swift", async_safe=True)
+    site.install_backend("other", async_safe=True)
+    shown = folded(site.run("--device", "cpu", EPLB_PLUGINS="swft,other").stdout)
+    (listed,) = re.findall(r"no installed distribution offers it; there are ([\w, ]+)", shown)
+    assert {"swift", "other"} <= set(listed.replace(",", "").split())
+    assert shown.count("swft") == 1
+
+
+def test_what_auto_means_is_said_below_the_table(site):
+    site.install_backend("swift", async_safe=True, auto_priority=7)
+    assert "Auto: chosen automatically, the highest first; named = only when asked for." in site.run().stdout
 
 
 def test_strict_discovery_ends_the_command_with_the_typed_error(site):
@@ -197,6 +268,9 @@ def test_tables_fit_100_columns_and_have_no_colour_when_piped(site):
     assert "\x1b" not in shown
     assert max(map(len, shown.splitlines())) <= 100
     assert "a_backend_with_quite_a_long_name" in shown
+    narrow = site.run("--device", "cpu", COLUMNS="80").stdout
+    assert 70 < max(map(len, narrow.splitlines())) <= 80
+    assert max(map(len, site.run("--device", "cpu", COLUMNS="1").stdout.splitlines())) >= 40
 
 
 def test_no_backend_is_imported_without_probe(site):

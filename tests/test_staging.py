@@ -59,6 +59,13 @@ def test_host_memory_for_weights_on_the_cpu_is_not_pinned():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+@pytest.mark.parametrize("index", ["", ":0"])
+def test_that_torch_sees_no_cuda_device_is_said(index):
+    staging = TorchStaging(torch.device(f"cuda{index}"))
+    assert "torch sees no cuda device here" in refusal(staging.allocate, 8, CPU)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_host_memory_for_weights_on_cuda_is_pinned_and_kept_until_its_event():
     cuda = torch.device("cuda", torch.cuda.device_count() - 1)

@@ -34,11 +34,20 @@ def backends(
     if device is not None and not re.fullmatch(r"[a-z][a-z0-9_]*", device):
         raise typer.BadParameter(f"{device!r} is no device type; say for instance cpu or cuda", param_hint="--device")
     with nothing_else_on_stdout():
-        from eplb_core.cli.inventory import likely_device_type, take_inventory
+        from eplb_core.cli.device import UnknownDeviceTypeError, likely_device_type, why_no_device
+        from eplb_core.cli.inventory import take_inventory
         from eplb_core.discovery import discover
 
-        inventory = take_inventory(discover(), use_async=use_async, device_type=device or likely_device_type())
-        if probe:
+        device_type = device or likely_device_type()
+        try:
+            no_device = why_no_device(device_type)
+        except UnknownDeviceTypeError as error:
+            raise typer.BadParameter(str(error), param_hint="--device") from error
+        inventory = take_inventory(discover(), use_async=use_async, device_type=device_type, no_device=no_device)
+        if probe and no_device:
+            for item in (*inventory["backends"], *inventory["staging"]):
+                item["probe"] = {"ok": False, "facts": {}, "problem": no_device, "seconds": 0.0}
+        elif probe:
             from eplb_core.cli.probe import Kind, probe_all
 
             names: list[tuple[Kind, str]] = [("backend", backend["name"]) for backend in inventory["backends"]]
@@ -49,34 +58,42 @@ def backends(
     if as_json:
         print(json.dumps(inventory, indent=2))
     else:
-        _render(stdout(), inventory)
+        _render(stdout(), inventory, no_device)
 
 
-def _render(console: Console, inventory: Mapping[str, Any]) -> None:
+def _render(console: Console, inventory: Mapping[str, Any], no_device: str | None) -> None:
     mode = "async" if inventory["async"] else "synchronous"
     core = f"eplb-core {inventory['eplb_core']} (API {inventory['api_version']})"
     write(console, f"{core}, judged for {mode} EPLB with weights on {inventory['device']}")
     console.print()
     if inventory["backends"]:
-        write_table(console, _backends_table(inventory["backends"]))
+        write_table(console, _backends_table(inventory["backends"], use_async=inventory["async"]))
+        write(console, "Auto: chosen automatically, the highest first; named = only when asked for.")
         console.print()
     choice = inventory["choice"]
-    taken = f"{choice['name']}, {choice['why']}" if choice["name"] else choice["why"]
+    taken = f"{choice['name']}, {choice['why']}"
+    if choice["name"] is None:
+        taken = f"none, as {no_device or 'no backend is both usable and taken unasked'}"
     write(console, f"Automatic choice: {taken}", hanging="  ")
+    probed = [item for item in (*inventory["backends"], *inventory["staging"]) if "probe" in item]
+    if probed and no_device:
+        console.print()
+        write(console, f"Probes: none works, as {no_device}")
+        probed = []
     for backend in inventory["backends"]:
-        if "probe" in backend:
+        if backend in probed:
             _render_probe(console, backend)
     for title, kind in (("Staging", "staging"), ("Policy", "policies")):
         if inventory[kind]:
             console.print()
             write_table(console, _others_table(title, inventory[kind]))
         for item in inventory[kind]:
-            if "probe" in item:
+            if item in probed:
                 _render_probe(console, item)
     _render_problems(console, inventory)
 
 
-def _backends_table(backends: list[dict[str, Any]]) -> Table:
+def _backends_table(backends: list[dict[str, Any]], *, use_async: bool) -> Table:
     table = Table(show_edge=False, pad_edge=False, padding=(0, 1), expand=False)
     table.add_column("Backend", no_wrap=True)
     table.add_column("From", overflow="fold")
@@ -91,7 +108,7 @@ def _backends_table(backends: list[dict[str, Any]]) -> Table:
             Text(str(backend["api_version"])),
             _async_cell(backend),
             Text("named" if backend["auto_priority"] is None else str(backend["auto_priority"])),
-            _usable_cell(backend),
+            Text("no: not async", style="yellow") if use_async and not backend["async_safe"] else _usable_cell(backend),
         )
     return table
 
@@ -106,7 +123,6 @@ def _async_cell(backend: Mapping[str, Any]) -> Text:
 def _usable_cell(item: Mapping[str, Any]) -> Text:
     if item["usable"]:
         return Text("yes", style="green")
-    # Declared limits stay whatever is installed; the hint is for what is missing on this machine.
     hint = f"\n{item['install_hint']}" if item["install_hint"] else ""
     return Text.assemble((f"no: {item['why_not']}", "yellow"), hint)
 
@@ -134,7 +150,10 @@ def _render_probe(console: Console, item: Mapping[str, Any]) -> None:
 def _render_problems(console: Console, inventory: Mapping[str, Any]) -> None:
     conflicts = inventory["conflicts"]
     problems = {
-        "Skipped plugins": [f"{_origin(failure)}: {failure['reason']}" for failure in inventory["failures"]],
+        "Skipped plugins": [
+            f"{_origin(failure)}: {failure['reason']}{'' if failure['distribution'] else _entry_points(inventory)}"
+            for failure in inventory["failures"]
+        ],
         "Claimed by more than one distribution, so refused": [
             f"{clash['kind']} {clash['name']}: {' and '.join(map(_origin, clash['claimants']))}" for clash in conflicts
         ],
@@ -145,6 +164,14 @@ def _render_problems(console: Console, inventory: Mapping[str, Any]) -> None:
             console.print()
             write(console, title, style="bold")
             write_points(console, lines)
+
+
+def _entry_points(inventory: Mapping[str, Any]) -> str:
+    listed = (*inventory["backends"], *inventory["staging"], *inventory["policies"])
+    claimants = (origin for clash in inventory["conflicts"] for origin in clash["claimants"])
+    known = [*listed, *claimants, *inventory["excluded"], *inventory["failures"]]
+    names = {each["entry_point"] for each in known if each["distribution"] not in ("", "eplb-core")}
+    return f"; there are {', '.join(sorted(names)) or 'none'}"
 
 
 def _origin(origin: Mapping[str, str]) -> str:

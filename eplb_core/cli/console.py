@@ -1,4 +1,4 @@
-"""Where the commands write: text that fits 100 columns, with no colour, markup or padding when it is piped."""
+"""Where the commands write: text of at most 100 columns, with no colour, markup or padding when it is piped."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 100
+_NARROWEST = 40
 
 
 def stdout() -> Console:
-    """Return a console for results: as wide as the terminal up to 100 columns, 100 when piped."""
+    """Return a console for results: as wide as the terminal, or COLUMNS, up to 100 columns; 100 when piped."""
     return _bounded(Console(markup=False, highlight=False, emoji=False))
 
 
@@ -75,5 +76,6 @@ def nothing_else_on_stdout() -> Iterator[None]:
 
 
 def _bounded(console: Console) -> Console:
-    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    told = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
+    console.width = max(_NARROWEST, min(console.width, WIDTH)) if told else WIDTH
     return console

@@ -10,7 +10,7 @@ The document, stable within a ``schema``; unknown keys may be added, none is dro
     backends          [{name, summary, distribution, version, entry_point, api_version, async_safe (true, false, null =
                       undeclared), async_reason, device_types, elastic_safe, zero_copy, batched, auto_priority (null =
                       only when named), requires, usable, why_not (null when usable),
-                      install_hint (empty unless something missing is why it is not usable),
+                      install_hint (empty unless a package is missing and that is why it is not usable),
                       probe (only with --probe) {ok, facts, problem, seconds}}]
     staging, policies [{name, summary, distribution, version, entry_point, api_version, usable, why_not, install_hint,
                       probe (of staging, only with --probe) as above}]
@@ -22,12 +22,12 @@ The document, stable within a ``schema``; unknown keys may be added, none is dro
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from eplb_core import __version__
 from eplb_core.allocation import why_unfit
 from eplb_core.backend import API_VERSION, BackendInfo, PolicyInfo, StagingInfo
+from eplb_core.catalogue import CATALOGUE
 from eplb_core.config import EPLBConfig
 from eplb_core.discovery import Catalog
 from eplb_core.errors import ConfigError
@@ -36,7 +36,9 @@ from eplb_core.selection import select, why_not, why_unavailable
 SCHEMA = 1
 
 
-def take_inventory(catalog: Catalog, *, use_async: bool, device_type: str) -> dict[str, Any]:
+def take_inventory(
+    catalog: Catalog, *, use_async: bool, device_type: str, no_device: str | None = None
+) -> dict[str, Any]:
     """Describe a catalog; no library of a backend is imported for it.
 
     Parameters
@@ -47,6 +49,8 @@ def take_inventory(catalog: Catalog, *, use_async: bool, device_type: str) -> di
         Judge usability for asynchronous rearrangement.
     device_type : str
         ``torch.device.type`` of the weights.
+    no_device : str or None
+        Why there is no such device here: then nothing is usable that would be with one.
 
     Returns
     -------
@@ -59,10 +63,13 @@ def take_inventory(catalog: Catalog, *, use_async: bool, device_type: str) -> di
         "api_version": API_VERSION,
         "device": device_type,
         "async": use_async,
-        "choice": _automatic_choice(catalog, use_async, device_type),
-        "backends": [_backend(catalog, info, use_async, device_type) for info in catalog.backends.values()],
-        "staging": [_other(catalog, "staging", info, device_type) for info in catalog.staging.values()],
-        "policies": [_other(catalog, "policy", info, device_type) for info in catalog.policies.values()],
+        "choice": {"name": None, "why": no_device} if no_device else _automatic_choice(catalog, use_async, device_type),
+        "backends": [_backend(catalog, info, use_async, device_type, no_device) for info in catalog.backends.values()],
+        "staging": [
+            _common(catalog, "staging", info, _first(why_unfit(info, device_type), no_device, info))
+            for info in catalog.staging.values()
+        ],
+        "policies": [_common(catalog, "policy", info, why_unavailable(info)) for info in catalog.policies.values()],
         "failures": [
             {
                 "entry_point": failure.entry_point,
@@ -76,25 +83,29 @@ def take_inventory(catalog: Catalog, *, use_async: bool, device_type: str) -> di
             {"kind": kind, "name": name, "claimants": [asdict(origin) for origin in claimants]}
             for (kind, name), claimants in catalog.conflicts.items()
         ],
-        "excluded": [asdict(origin) for origin in catalog.excluded],
+        "excluded": [asdict(origin) for origin in sorted(catalog.excluded, key=lambda origin: origin.entry_point)],
     }
-
-
-def likely_device_type() -> str:
-    """Return "cuda" where a GPU's device file is to be seen, else "cpu"; asking torch would import it."""
-    return "cuda" if any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")) else "cpu"
 
 
 def _automatic_choice(catalog: Catalog, use_async: bool, device_type: str) -> dict[str, str | None]:
     try:
         choice = select(EPLBConfig(use_async=use_async), device_type=device_type, catalog=catalog)
     except ConfigError as error:
-        return {"name": None, "why": str(error)}
+        return {"name": None, "why": CATALOGUE[error.code].text}  # its detail is what the lists say
     return {"name": choice.name, "why": choice.reasons[choice.name]}
 
 
-def _backend(catalog: Catalog, info: BackendInfo, use_async: bool, device_type: str) -> dict[str, Any]:
-    reason = why_not(info, use_async=use_async, device_type=device_type, elastic=False)
+def _first(reason: str | None, no_device: str | None, info: BackendInfo | StagingInfo) -> str | None:
+    """Return what holds on any machine, or else that the device is not there, or else what this machine lacks."""
+    if no_device is None:
+        return reason
+    return no_device if reason is None or reason == why_unavailable(info) else reason
+
+
+def _backend(
+    catalog: Catalog, info: BackendInfo, use_async: bool, device_type: str, no_device: str | None
+) -> dict[str, Any]:
+    reason = _first(why_not(info, use_async=use_async, device_type=device_type, elastic=False), no_device, info)
     return {
         **_common(catalog, "backend", info, reason),
         "async_safe": info.async_safe,
@@ -106,11 +117,6 @@ def _backend(catalog: Catalog, info: BackendInfo, use_async: bool, device_type: 
         "auto_priority": info.auto_priority,
         "requires": list(info.requires),
     }
-
-
-def _other(catalog: Catalog, kind: str, info: StagingInfo | PolicyInfo, device_type: str) -> dict[str, Any]:
-    reason = why_unfit(info, device_type) if isinstance(info, StagingInfo) else why_unavailable(info)
-    return _common(catalog, kind, info, reason)
 
 
 def _common(
@@ -126,5 +132,15 @@ def _common(
         "api_version": info.api_version,
         "usable": reason is None,
         "why_not": reason,
-        "install_hint": info.install_hint if reason is not None and reason == why_unavailable(info) else "",
+        "install_hint": info.install_hint if _lacks_a_package(info, reason) else "",
     }
+
+
+def _lacks_a_package(info: BackendInfo | StagingInfo | PolicyInfo, reason: str | None) -> bool:
+    """Is a Python package what is missing? With all of them here a hint to install them would lead astray."""
+    if reason is None or reason != why_unavailable(info) or info.install_hint in reason:
+        return False
+    # A plugin that any one of several packages would do for declares none, and finds its own words.
+    return reason in [f"{module} is not installed" for module in info.requires] or (
+        not info.requires and "installed" in reason
+    )
