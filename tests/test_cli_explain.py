@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from eplb_core.catalogue import CATALOGUE
 from eplb_core.cli.app import app
+from eplb_core.cli.explain import close_codes, find_text
 from eplb_core.errors import error_class
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +55,60 @@ def test_a_code_is_explained_in_full(code):
 )
 def test_a_code_is_recognised_however_it_is_written(asked):
     assert run(asked).stdout == run("EPLB-T003").stdout != ""
+
+
+@pytest.mark.parametrize("code", CATALOGUE)
+def test_a_whole_message_without_its_code_is_recognised(code):
+    text = CATALOGUE[code].text
+    numbers = dict.fromkeys(re.findall(r"\{(\w+):", text), 2.5)
+    fields = {name: f"some {name}" for name in re.findall(r"\{([a-z_]+)", text)} | numbers
+    message = text.format(*["this"] * len(re.findall(r"\{\d", text)), **fields)
+    assert find_text(f"rank 3: SomeError: {message} And more detail.") == code
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("Stalled for 3 s ...", "EPLB-T002"),
+        ("stalled for 3.0 s in layer 2,\n  phase wait, waiting for rank 1.", "EPLB-T002"),
+        ("No usable EPLB backend", "EPLB-C007"),
+        ("Rank 2 is gone", "EPLB-T003"),
+    ],
+)
+def test_a_message_that_was_cut_short_or_broken_into_lines_is_recognised(message, code):
+    assert run(message).stdout == run(code).stdout != ""
+
+
+def test_a_letter_alone_is_met_with_all_its_codes_in_order():
+    result = run("T")
+    assert result.exit_code == 2
+    listed = re.findall(r"^EPLB-\w+", result.stderr, re.MULTILINE)
+    assert listed == [code for code in CATALOGUE if code.startswith("EPLB-T")]
+
+
+def test_of_codes_that_are_equally_close_the_first_comes_first():
+    listed = close_codes("T01")
+    assert listed[0] == "EPLB-T001"
+    assert len(listed) <= 4
+
+
+@pytest.mark.parametrize("message", ["CUDA out of memory on rank 3", "RuntimeError: connection reset by peer", ""])
+def test_a_strangers_message_is_no_code_of_ours(message):
+    assert find_text(message) is None
+
+
+@pytest.mark.parametrize("command", ["backends", "demo", "explain", "new-backend", "verify"])
+def test_help_names_arguments_in_capitals_and_shows_no_type_for_flags(command):
+    shown = CliRunner().invoke(app, [command, "--help"]).stdout
+    assert "<bool>" not in shown
+    usage = {
+        "backends": "[OPTIONS]",
+        "demo": "[OPTIONS]",
+        "explain": "[OPTIONS] [CODE]",
+        "new-backend": "[OPTIONS] NAME [DIR]",
+        "verify": "[OPTIONS] NAME",
+    }
+    assert re.search(rf"Usage: \w+ {command} {re.escape(usage[command])} *$", shown, re.MULTILINE)
 
 
 def test_without_a_code_all_are_listed_with_their_texts():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,8 +18,10 @@ import torch
 from safetensors.torch import save_file
 
 from eplb_core.balancing import rebalance_experts
+from eplb_core.bench.launch import RankFailure
 from eplb_core.bench.load import zipf_load
 from eplb_core.bench.workload import WorkloadOptions, build_workload
+from eplb_core.cli.demo_view import DemoView
 
 BACKENDS = Path(__file__).parent / "data" / "demo_backends"
 SMALL = ("--ranks", "2", "--layers", "3", "--scale", "16")
@@ -27,15 +30,15 @@ SMALL = ("--ranks", "2", "--layers", "3", "--scale", "16")
 def environment(**more: str) -> dict[str, str]:
     """Our own, plus the backends made for these tests; torchrun's variables of whoever runs the tests left out."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("EPLB_")}
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "COLUMNS"):
         kept.pop(name, None)
     paths = os.pathsep.join(filter(None, [str(BACKENDS), os.environ.get("PYTHONPATH")]))
     return {**kept, "PYTHONPATH": paths, **more}
 
 
-def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+def demo(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "eplb_core.cli", "demo", *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, env=environment(**more), capture_output=True, text=True, timeout=150)
 
 
 def start(*arguments: str, **options) -> subprocess.Popen[str]:
@@ -93,17 +96,44 @@ def test_fp8_experts_with_block_scales_move_and_the_report_is_readable():
     )
     assert result.returncode == 0, result.stderr
     shown = " ".join(result.stdout.split())
-    assert (
-        "deepseek-v3 (deepseek-ai/DeepSeek-V3): 1 of 58 MoE layers, 256 experts, top-8, widths divided by 32" in shown
-    )
+    assert "deepseek-v3 (deepseek-ai/DeepSeek-V3): 1 of 58 MoE layers, 256 experts, top-8" in shown
+    assert "one expert of a layer, widths divided by 32: " in shown
     assert "w13_weight float8_e4m3fn [128, 224]" in shown
     assert "w13_weight_scale_inv float32 [2, 2]" in shown
     assert "backend torch_gloo: named in the configuration" in shown
-    assert "committed 1 of 1 layers" in shown
+    assert "committed 1 of 1 layer " in shown
     assert "checked 1032 rows" in shown
     assert "all right" in shown
     assert "\x1b" not in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+@pytest.mark.slow
+def test_nothing_wraps_on_a_narrow_terminal_and_what_needs_no_repeating_is_said_once():
+    result = demo("--backend", "torch_gloo", "--rounds", "2", "--ranks", "2", "--layers", "8", COLUMNS="80")
+    assert result.returncode == 0, result.stderr
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "\n    (mean" in result.stdout
+    assert not re.search(r"^    (?!\(mean)", result.stdout, re.MULTILINE)  # four blanks begin a wrapped line
+    assert result.stdout.count("1 is perfect") == 1
+    assert len(re.findall(r"moved [\d.]+ [MG]B between ranks and .* s, [\d.]+ GB/s$", result.stdout, re.MULTILINE)) == 2
+
+
+@pytest.mark.slow
+def test_one_is_no_plural_and_of_nothing_moved_there_is_no_rate():
+    result = demo("--backend", "torch_gloo", "--ranks", "1", "--layers", "1", "--scale", "16")
+    assert result.returncode == 0, result.stderr
+    assert "\n1 rank x 129 physical experts (1 redundant)" in result.stdout
+    assert re.search(r"^  moved 0 B between ranks and [\d.]+ MB within them in [\d.]+ s$", result.stdout, re.MULTILINE)
+    assert re.search(r"^  committed 1 of 1 layer$", result.stdout, re.MULTILINE)
+    assert re.search(r"^  checked 258 rows, [\d.]+ MB: all right$", result.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_backend_that_moves_rows_over_the_hosts_group_is_given_one():
+    result = demo("--backend", "torch_nccl", "--json", *SMALL)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["rounds"][0]["nbytes_moved"] > 0
 
 
 @pytest.mark.slow
@@ -212,6 +242,8 @@ def test_an_interrupt_ends_all_ranks_promptly():
         (("--checkpoint", "/nowhere"), "/nowhere is not a folder"),
         (("--backend", "pigeon"), "Unknown communicator 'pigeon'"),
         (("--preset", "kimi-k2", "--layers", "60", "--scale", "1"), "are available; use fewer --layers"),
+        (("--ranks", "10000", "--layers", "1", "--scale", "64"), "GB of it for the processes themselves, and"),
+        (("--ranks", "10000", "--layers", "1", "--scale", "64"), "GB are available; use fewer --ranks ["),
     ],
 )
 def test_what_cannot_be_is_said_before_any_rank_starts(arguments, text):
@@ -229,6 +261,20 @@ def test_impossible_options_are_usage_errors(arguments):
     result = demo(*arguments)
     assert result.returncode == 2
     assert arguments[-2 if len(arguments) > 1 else -1] in result.stderr
+
+
+def test_ranks_that_failed_alike_are_listed_in_order(capsys):
+    view = DemoView(as_json=False)
+    failures = [RankFailure(rank, "StalledError", "EPLB-T002", "Stalled for 3.0 s", "") for rank in (3, 0, 10, 2)]
+    assert view.conclude(failures) == 1
+    assert "ranks 0, 2, 3, 10: StalledError" in capsys.readouterr().err
+
+
+def test_the_help_says_how_torchrun_starts_it_and_what_the_defaults_are():
+    shown = " ".join(demo("--help").stdout.replace("│", "").split())
+    assert "torchrun --nproc-per-node 2 -m eplb_core.cli demo" in shown
+    assert f"[default: ({WorkloadOptions().preset})]" in shown
+    assert "[default: (4," in shown
 
 
 # --- under torchrun ---------------------------------------------------------------------------------------------------

@@ -128,7 +128,9 @@ def run_rank(job: DemoJob, group: Any, host: str | None, emit: Emit) -> None:
     control = eplb.ControlPlane.from_process_group(group, host=host)
     found = Verification(0, 0, ())
     names = [[spec.name for spec in layer] for layer in workload.source.specs]
-    with eplb.Communicator(config, weights, control, tensor_names=names, name="demo") as comm:
+    # For a backend that moves rows over the host's group; one of its own, which it may close without closing `group`.
+    device_group = dist.new_group(dist.get_process_group_ranks(group), timedelta(seconds=job.timeout_s), "gloo")
+    with eplb.Communicator(config, weights, control, device_group, tensor_names=names, name="demo") as comm:
         comm.connect(job.timeout_s)
         for number in range(1, job.rounds + 1):
             load, wanted = _next_placement(job, workload, number)

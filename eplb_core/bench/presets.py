@@ -71,6 +71,8 @@ PRESETS: dict[str, MoeGeometry] = {
     )
 }
 
+DEFAULT_PRESET = "qwen3-30b-a3b"
+
 
 def preset(name: str) -> MoeGeometry:
     """Return a preset by name, whatever the case.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from eplb_core.bench.checkpoint import CheckpointExperts
 from eplb_core.bench.memory import available_nbytes
-from eplb_core.bench.presets import fitting_scale, preset, scaled, tensor_specs
+from eplb_core.bench.presets import DEFAULT_PRESET, fitting_scale, preset, scaled, tensor_specs
 from eplb_core.bench.tensors import ExpertSource, GeneratedExperts
 from eplb_core.errors import BenchError
 
@@ -40,7 +40,7 @@ class WorkloadOptions:
         Of contents and load.
     """
 
-    preset: str = "qwen3-30b-a3b"
+    preset: str = DEFAULT_PRESET
     checkpoint: str | None = None
     num_layers: int | None = None
     scale: int | None = None
@@ -176,14 +176,23 @@ def check_memory(workload: Workload) -> None:
     """
     available = available_nbytes()
     landing = _LANDING_LAYERS * workload.nbytes // workload.num_layers
-    needed = workload.nbytes + landing + workload.world_size * _RANK_NBYTES
-    if available is not None and needed > available:
-        smaller = "" if isinstance(workload.source, CheckpointExperts) else " or a larger --scale"
-        raise BenchError(
-            "EPLB-B003",
-            f"{workload.num_layers} layers of {workload.title} on {workload.world_size} ranks take "
-            f"{needed / 1e9:.1f} GB and {available / 1e9:.1f} GB are available; use fewer --layers{smaller}",
-        )
+    weights, processes = workload.nbytes + landing, workload.world_size * _RANK_NBYTES
+    if available is None or weights + processes <= available:
+        return
+    remedy = (
+        "fewer --layers" if isinstance(workload.source, CheckpointExperts) else "fewer --layers or a larger --scale"
+    )
+    if processes > weights:
+        remedy = "fewer --ranks"
+    elif processes > available:
+        remedy = f"fewer --ranks, and {remedy}"
+    layers = f"{workload.num_layers} layer{'s' * (workload.num_layers != 1)} of {workload.title}"
+    ranks = f"{workload.world_size} rank{'s' * (workload.world_size != 1)}"
+    raise BenchError(
+        "EPLB-B003",
+        f"{layers} on {ranks} take {(weights + processes) / 1e9:.1f} GB, {processes / 1e9:.1f} GB of it for the "
+        f"processes themselves, and {available / 1e9:.1f} GB are available; use {remedy}",
+    )
 
 
 def _of_checkpoint(options: WorkloadOptions, folder: str, world_size: int) -> Workload:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from eplb_core import __version__
 from eplb_core.cli.backends import backends
@@ -16,7 +17,35 @@ from eplb_core.cli.new_backend import new_backend
 from eplb_core.cli.verify import verify
 from eplb_core.errors import EplbError
 
+
+class _Command(TyperCommand):
+    """A command whose help names arguments in capitals and flags without a type, whatever Typer's release does."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _plainly_named(super().get_params(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+
+class _Group(TyperGroup):
+    """The same of the options that go before a command."""
+
+    def get_params(self, ctx: Any) -> Any:
+        return _plainly_named(super().get_params(ctx))
+
+
+def _plainly_named(params: list[Any]) -> list[Any]:
+    for param in params:
+        if param.metavar is None and getattr(param, "is_flag", False):
+            param.metavar = ""
+        elif param.metavar is None and param.param_type_name == "argument":
+            param.metavar = param.name.upper()
+    return params
+
+
 app = typer.Typer(
+    cls=_Group,
     name="eplb",
     help="Move expert weights between the ranks of a Mixture-of-Experts engine while it serves.",
     no_args_is_help=True,
@@ -24,7 +53,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (backends, demo, explain, new_backend, verify):
-    app.command()(command)
+    app.command(cls=_Command)(command)
 
 
 def _show_version(wanted: bool) -> None:

@@ -22,7 +22,11 @@ def backends(
     ] = True,
     device: Annotated[
         str | None,
-        typer.Option(metavar="cpu|cuda|...", help="Device type of the weights; by default cuda where a GPU is seen."),
+        typer.Option(
+            metavar="cpu|cuda|...",
+            show_default="cuda where a GPU is seen, else cpu",
+            help="Device type of the weights.",
+        ),
     ] = None,
     probe: Annotated[
         bool,

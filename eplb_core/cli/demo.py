@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eplb_core.bench.presets import PRESETS
+from eplb_core.bench.presets import DEFAULT_PRESET, PRESETS
 from eplb_core.cli.console import stderr
 from eplb_core.errors import EplbError
 
@@ -23,31 +23,54 @@ _INTERRUPTED = 130
 
 def demo(
     preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"Published geometry: {', '.join(PRESETS)}.")
+        str | None,
+        typer.Option(metavar="NAME", show_default=DEFAULT_PRESET, help=f"Published geometry: {', '.join(PRESETS)}."),
     ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Safetensors folder with a model's experts, instead of a preset.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="MoE layers to hold.")] = None,
-    scale: Annotated[int | None, typer.Option(min=1, help="Divides both widths of a preset's experts.")] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", show_default="8, or all of fewer", help="MoE layers to hold."),
+    ] = None,
+    scale: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            show_default="the least that keeps them small",
+            help="Divides both widths of a preset's experts.",
+        ),
+    ] = None,
     redundant: Annotated[
-        int | None, typer.Option(min=0, help="Redundant experts of each layer; by default one a rank, or a few more.")
+        int | None,
+        typer.Option(
+            min=0, metavar="N", show_default="one a rank, or a few more", help="Redundant experts of each layer."
+        ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes; 4 by default, torchrun's under torchrun.")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", show_default=f"{_DEFAULT_RANKS}, under torchrun all of its", help="Processes."
+        ),
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Backend; by default the best usable one.")
+        str | None, typer.Option(metavar="NAME", show_default="the best usable one", help="Backend to move them with.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rearrangements, each for another load.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of the load and of generated contents.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rearrangements, each for another load.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the load and of generated contents.")] = 0,
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Limit of every wait of a rank.")] = 60.0,
     limit: Annotated[
         float, typer.Option(min=1, metavar="SECONDS", help="Ranks still running then are killed.")
     ] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, and no progress.")] = False,
 ) -> None:
-    """Move a real architecture's experts between ranks for a skewed load, and check every byte."""
+    """Move a real architecture's experts between ranks for a skewed load, and check every byte.
+
+    Started by torchrun, each of its processes is a rank:
+
+    torchrun --nproc-per-node 2 -m eplb_core.cli demo
+    """
     if preset is not None and checkpoint is not None:
         raise typer.BadParameter("give a preset or a checkpoint, not both", param_hint="--checkpoint")
     from eplb_core.bench.demo import DemoJob

@@ -26,6 +26,7 @@ from eplb_core.cli.console import stderr, stdout, write, write_points
 
 SCHEMA = 1
 
+_LEAST_NBYTES_OF_A_RATE = 5_000_000
 _PHASES = {"load": "loading experts", "move": "moving layers", "verify": "checking layers"}
 
 
@@ -76,8 +77,8 @@ class DemoView:
             self._advance(data)
         elif kind == "round":
             data["gb_per_s"] = data["nbytes_moved"] / data["seconds"] / 1e9 if data["seconds"] else 0.0
+            self._show(_round_lines(data, self._workload, explained=bool(self._rounds)))
             self._rounds.append(data)
-            self._show(_round_lines(data, self._workload))
         elif kind == "wrong":
             self._wrong.append({"rank": rank, **data})
             self._err.print(f"rank {rank}, round {data['round']}: {data['row']}", soft_wrap=True)
@@ -99,7 +100,7 @@ class DemoView:
         if self._as_json:
             print(json.dumps(self._document(ok, failures), indent=2))
         for (error, message, trace), ranks in _alike(failures).items():
-            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
             write(self._err, f"{who}: {error}: {message}", hanging="  ", style="red")
             if trace:
                 self._err.print(trace, soft_wrap=True)
@@ -148,36 +149,40 @@ def _alike(failures: Sequence[RankFailure]) -> dict[tuple[str, str, str], list[i
 
 
 def _workload_lines(data: Mapping[str, Any]) -> list[str]:
-    layers = f"{data['num_layers']} of {data['num_layers_found']} MoE layers"
+    layers = f"{data['num_layers']} of {_number(data['num_layers_found'], 'MoE layer')}"
     widths = f", widths divided by {data['scale']}" if data["scale"] > 1 else ""
-    experts = f"{data['num_experts']} experts, top-{data['top_k']}{widths}"
-    tensors = "; ".join(f"{tensor['name']} {tensor['dtype']} {tensor['shape']}" for tensor in data["tensors"])
     num_local = (data["num_experts"] + data["num_redundant_experts"]) // data["world_size"]
-    slots = f"{data['world_size']} ranks x {num_local} physical experts ({data['num_redundant_experts']} redundant)"
+    slots = f"{_number(data['world_size'], 'rank')} x {_number(num_local, 'physical expert')}"
     return [
-        f"{data['model']} ({data['origin']}): {layers}, {experts}",
-        f"one expert of a layer, {_size(data['nbytes_per_expert'])}: {tensors}",
-        f"{slots}, {_size(data['nbytes'])} of weights",
+        f"{data['model']} ({data['origin']}): {layers}, {data['num_experts']} experts, top-{data['top_k']}",
+        f"one expert of a layer{widths}: {_size(data['nbytes_per_expert'])}",
+        *(f"  {tensor['name']} {tensor['dtype']} {tensor['shape']}" for tensor in data["tensors"]),
+        f"{slots} ({data['num_redundant_experts']} redundant), {_size(data['nbytes'])} of weights",
     ]
 
 
-def _round_lines(data: Mapping[str, Any], workload: Mapping[str, Any]) -> list[str]:
-    balance = f"{data['balancedness_before']:.3f} -> {data['balancedness_after']:.3f}"
+def _round_lines(data: Mapping[str, Any], workload: Mapping[str, Any], *, explained: bool) -> list[str]:
     moved = f"{_size(data['nbytes_moved'])} between ranks and {_size(data['nbytes_local'])} within them"
-    speed = f"{data['seconds']:.3f} s, {data['gb_per_s']:.2f} GB/s"
+    # Of little the rate says how long the calls take, not how fast the bytes move.
+    speed = f", {data['gb_per_s']:.2f} GB/s" if data["nbytes_moved"] >= _LEAST_NBYTES_OF_A_RATE else ""
     verdict = f"{data['rows_wrong']} ROWS ARE WRONG" if data["rows_wrong"] else "all right"
     return [
         f"round {data['round']}",
-        f"  balancedness {balance} (mean over hottest rank, average of the layers; 1 is perfect)",
-        f"  moved {moved} in {speed}",
-        f"  committed {len(data['layers_committed'])} of {workload['num_layers']} layers",
-        f"  checked {data['rows_checked']} rows, {data['nbytes_checked']} bytes: {verdict}",
+        f"  balancedness {data['balancedness_before']:.3f} -> {data['balancedness_after']:.3f}",
+        *(["    (mean over hottest rank, average of the layers; 1 is perfect)"] if not explained else []),
+        f"  moved {moved} in {data['seconds']:.3f} s{speed}",
+        f"  committed {len(data['layers_committed'])} of {_number(workload['num_layers'], 'layer')}",
+        f"  checked {_number(data['rows_checked'], 'row')}, {_size(data['nbytes_checked'])}: {verdict}",
     ]
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def _size(nbytes: float) -> str:
     for unit in ("B", "kB", "MB"):
-        if nbytes < 1000:
+        if nbytes < 999.5:  # which three digits still show as less than 1000
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.2f} GB"

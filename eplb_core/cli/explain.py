@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from typing import Annotated
 
 import typer
@@ -14,11 +14,15 @@ from eplb_core.catalogue import CATALOGUE
 from eplb_core.cli.console import stderr, stdout, write, write_points
 from eplb_core.errors import error_class
 
+_LEAST_SHARED_NCHARS = 8
+_SIMILAR = 0.8
+_MOST_GUESSES = 4
+
 
 def explain(
     code: Annotated[
         str | None,
-        typer.Argument(help="A code such as EPLB-T003 or t3, or a whole message that holds one; none lists all."),
+        typer.Argument(help="A code such as EPLB-T003 or t3, or a whole message; without one all codes are listed."),
     ] = None,
 ) -> None:
     """Explain an error code: meaning, when it happens, common situations, solutions."""
@@ -26,7 +30,7 @@ def explain(
         _list(stdout(), CATALOGUE)
         write(stdout(), "'eplb explain CODE' says what one means and what to do.")
         return
-    known = find_code(code)
+    known = find_code(code) or find_text(code)
     if known is not None:
         _explain(stdout(), known)
         return
@@ -56,10 +60,44 @@ def find_code(asked: str) -> str | None:
     return code if code in CATALOGUE else None
 
 
+def find_text(message: str) -> str | None:
+    """Return the code whose text a message has, or begins with, whatever its fields hold; None where no text fits.
+
+    Parameters
+    ----------
+    message : str
+        As it was logged, perhaps broken into lines, with words before or after the text, or cut short.
+
+    Returns
+    -------
+    str or None
+        A key of the catalogue: of the text that shares the most words in a row with the message, from its own first.
+    """
+    words = " ".join(message.split()).casefold()
+    best = max(CATALOGUE, key=lambda code: _shared_nchars(code, words))  # of equals the first
+    return best if _shared_nchars(best, words) >= _LEAST_SHARED_NCHARS else None
+
+
 def close_codes(asked: str) -> list[str]:
-    """Return codes that look like what was asked for, the most similar first."""
-    text = asked.strip().upper()
-    return get_close_matches(text if text.startswith("EPLB") else f"EPLB-{text}", CATALOGUE, n=4, cutoff=0.8)
+    """Return codes that look like what was asked for, the most similar first; of a letter alone, all that it begins."""
+    text = asked.strip().upper().removeprefix("EPLB").lstrip("-_ ")
+    family = [code for code in CATALOGUE if re.fullmatch(r"[A-Z]", text) and code.startswith(f"EPLB-{text}")]
+    similar = {code: SequenceMatcher(None, f"EPLB-{text}", code).ratio() for code in CATALOGUE}
+    close = [code for code, ratio in similar.items() if ratio >= _SIMILAR]
+    return family or sorted(close, key=lambda code: -similar[code])[:_MOST_GUESSES]
+
+
+def _shared_nchars(code: str, words: str) -> int:
+    """Count the characters of a text's fixed parts that follow one another in a message, from its first part on."""
+    place = shared = 0
+    for fixed in re.split(r"\{[^}]*\}", CATALOGUE[code].text.casefold()):
+        part = fixed.strip(" .,:()")
+        found = words.find(part, place)
+        if found < 0:
+            break
+        place = found + len(part)
+        shared += len(part)
+    return shared
 
 
 def _list(console: Console, codes: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from eplb_core.cli.console import stdout, write
 def new_backend(
     name: Annotated[str, typer.Argument(help="Name of the backend; the distribution is eplb-NAME.")],
     folder: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="A new or empty folder; eplb-NAME by default.")
+        Path | None, typer.Argument(metavar="DIR", show_default="eplb-NAME", help="A new or empty folder.")
     ] = None,
 ) -> None:
     """Write a new backend: a distribution that installs, works over a toy transport, and passes 'eplb verify'."""
