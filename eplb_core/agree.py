@@ -55,9 +55,11 @@ def propose(session: Session, old_map: npt.ArrayLike, new_map: npt.ArrayLike) ->
         members = session.members if len(session.members) < world_size else None
         plan = plan_moves(old, new, world_size=world_size, members=members, nodes=session.connection.nodes)
     except EplbError as error:
-        return error
-    except Exception as error:
-        return error_for("EPLB-P001", problem=f"planning failed with {type(error).__name__}: {error}")
+        detail = f"{error.detail} Found by rank {session.rank}.".strip()
+        return error_for(error.code, *error.values, detail=detail, **error.fields)
+    except Exception as error:  # of an array of the host's own kind, say
+        problem = f"reading them failed with {type(error).__name__}: {error}"
+        return error_for("EPLB-P001", problem=problem, detail=f"Found by rank {session.rank}.")
     return Proposal(old, new, plan)
 
 

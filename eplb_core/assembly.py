@@ -131,6 +131,10 @@ def assemble(
 
 
 def _check_options(info: BackendInfo, options: Mapping[str, Any] | BaseModel | None) -> BaseModel | None:
+    given: object = options
+    if given is not None and not isinstance(given, (Mapping, BaseModel)):
+        problem = f"expected a mapping or an options model, got {type(given).__name__}"
+        raise ConfigError("EPLB-C008", backend=info.name, problem=problem)
     model: Any = load_target(info.options) if isinstance(info.options, str) else info.options
     if model is None:
         if options:
@@ -142,7 +146,7 @@ def _check_options(info: BackendInfo, options: Mapping[str, Any] | BaseModel | N
         problem = f"expected {model.__name__}, got {type(options).__name__}"
         raise ConfigError("EPLB-C008", backend=info.name, problem=problem)
     try:
-        return cast("BaseModel", model(**(options or {})))
+        return cast("BaseModel", model(**{str(key): value for key, value in (options or {}).items()}))
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError("EPLB-C008", backend=info.name, problem=problems) from error

@@ -130,9 +130,10 @@ _add(
 )
 _add(
     "EPLB-C009",
-    "The process group cannot be used for the control plane: {problem}.",
-    meaning="ControlPlane.from_process_group needs a group that can move small CPU tensors, and a reachable host.",
-    when="In ControlPlane.from_process_group, on every rank of the group.",
+    "The control plane cannot be made: {problem}.",
+    meaning="A control plane needs a store that all ranks reach; from a process group it makes one, and then needs a "
+    "group that moves small CPU tensors and a reachable host.",
+    when="In ControlPlane.from_process_group, on every rank of the group, and in ControlPlane.from_store.",
     situations=["an NCCL-only group was passed", "ranks run on several hosts and host= was not given"],
     solutions=[
         "pass the CPU (gloo) group of the expert-parallel group",
@@ -541,6 +542,15 @@ _add(
     when="At the vote on a layer, on every rank, with the observer Checksums.",
     situations=["the observer was given to some ranks' communicators only", "ranks run different versions of it"],
     solutions=["give every rank of the communicator a Checksums observer, or none"],
+)
+
+_add(
+    "EPLB-T013",
+    "Communicator {name!r} belongs to process {pid}, which made it.",
+    meaning="This process was forked from the one that made the communicator, whose connections stay with that one.",
+    when="At any call in the forked process, locally; the communicator of its parent is not touched.",
+    situations=["os.fork, or multiprocessing with the fork method, after the communicator was built"],
+    solutions=["start processes with the spawn method", "or fork before the communicator is built"],
 )
 
 # --- B: bench and demo ------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from eplb_core.agree import Proposal, agree, propose
 from eplb_core.assembly import assemble
+from eplb_core.config import EPLBConfig
 from eplb_core.control import ControlPlane, StoreGone
 from eplb_core.council import refuse
 from eplb_core.errors import ConfigError, EplbError, PeerLostError, PlanError, StalledError, TransferError, error_for
@@ -27,8 +28,6 @@ from eplb_core.vote import Vote
 if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
-
-    from eplb_core.config import EPLBConfig
 
 logger = logging.getLogger("eplb_core")
 
@@ -84,6 +83,7 @@ class Communicator:
         tensor_names: Sequence[str] | Sequence[Sequence[str]] | None = None,
         name: str = "default",
     ) -> None:
+        _check_arguments(config, control, observers, name)
         self.name = name
         self.config = config
         self._control = control
@@ -285,8 +285,10 @@ class Communicator:
             Too much landing memory is quarantined (EPLB-T009), or a member did not come (EPLB-T002).
         """
         with self._ledger.reporting():
-            if self._ledger.closed:
-                raise TransferError("EPLB-T008", name=self.name)
+            self._ledger.check_open()
+            if self._ledger.invalid is not None:
+                problem = "the weights of this rank are invalid since a commit failed on it"
+                raise TransferError("EPLB-T009", problem=problem) from self._ledger.invalid
             before = self._session
             members = before.members if ranks is None else tuple(sorted({int(rank) for rank in ranks}))
             if self._control.rank not in members or not set(members) <= set(range(self._control.world_size)):
@@ -361,23 +363,42 @@ class Communicator:
     def close(self, force: bool = False) -> None:
         """Release everything. Without `force`, the rank that hosts the store stays until all have said goodbye.
 
+        Layers that were decided and are not committed yet are committed first, for the other ranks commit them.
+
         Parameters
         ----------
         force : bool
             Local and bounded (under 2 s): the others see this rank leave without a goodbye.
+
+        Raises
+        ------
+        CommitError
+            Such a commit failed; everything is released all the same.
         """
-        if self._ledger.closed:
+        if self._ledger.closed or self._ledger.forked:
             return
         unclean = force or self._ledger.poisoned or self._ledger.open is not None
-        self._ledger.close()
+        try:
+            if self._ledger.open is not None:
+                self._ledger.open.finish_decided()  # the others commit what was voted, so this rank does
+        finally:
+            self._ledger.close()
+            self._leave(unclean=unclean, wait=not force)
+
+    def _leave(self, *, unclean: bool, wait: bool) -> None:
+        """Close the backend, tell the others, give the landing memory back; each whatever becomes of the others."""
         session = self._session
-        safe = session.close_backend(force=unclean) or not self._ledger.undrained
+        try:
+            safe = session.close_backend(force=unclean) or not self._ledger.undrained
+        except Exception as error:
+            logger.warning("%s: %s failed to close: %r", self.name, self.backend, error)
+            safe = False
         try:
             if unclean:
                 session.council.vanish()
             else:
                 session.council.goodbye()
-            if self._control.hosts_store and not force:
+            if self._control.hosts_store and wait:
                 limit_s = _CLOSE_FORCED_S if unclean else float(self.config.timeout_s)
                 session.council.await_goodbyes(limit_s)
         except StoreGone as gone:
@@ -392,6 +413,16 @@ class Communicator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(force=error is not None)
+
+
+def _check_arguments(config: object, control: object, observers: object, name: object) -> None:
+    for what, value, kind in (("config", config, EPLBConfig), ("control", control, ControlPlane), ("name", name, str)):
+        if not isinstance(value, kind):
+            problem = f"{what}= should be {kind.__name__}, got {type(value).__name__}"
+            raise ConfigError("EPLB-C010", problem=problem)
+    if isinstance(observers, (str, bytes)) or not isinstance(observers, Sequence):
+        problem = f"observers= should be a sequence of observers, got {type(observers).__name__}"
+        raise ConfigError("EPLB-C010", problem=problem)
 
 
 _NEVER_FREED: list[Session] = []

@@ -45,6 +45,7 @@ class StoreClient:
         import torch.distributed as dist
 
         self.prefix = prefix
+        self._timeout_s = timeout_s
         self._gone: str | None = None
         self._store = dist.PrefixStore(prefix, store)
         _limit_sockets(store, timeout_s)
@@ -89,6 +90,8 @@ class StoreClient:
             return operation()
         except RuntimeError as error:  # DistNetworkError, DistStoreError; older torch raises plain RuntimeError
             self._gone = str(error).splitlines()[0]
+            if "timeout" in self._gone.lower():
+                self._gone = f"it did not answer within {self._timeout_s:g} s ({self._gone})"
             raise StoreGone(self._gone) from error
 
 
@@ -112,6 +115,8 @@ class ControlPlane:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, host: str | None, hosts_store: bool) -> None:
+        if not (_is_number(rank) and _is_number(world_size)):
+            raise ConfigError("EPLB-C009", problem=f"rank={rank!r} and world_size={world_size!r} should be integers")
         if world_size < 1 or not 0 <= rank < world_size:
             raise ConfigError("EPLB-C009", problem=f"rank {rank} does not fit world size {world_size}")
         self.rank = rank
@@ -139,7 +144,17 @@ class ControlPlane:
         Returns
         -------
         ControlPlane
+
+        Raises
+        ------
+        ConfigError
+            No store, or the rank is none of a group of that size (EPLB-C009).
         """
+        import torch.distributed as dist
+
+        if not isinstance(store, dist.Store):
+            problem = f"expected a torch.distributed.Store, got {type(store).__name__}"
+            raise ConfigError("EPLB-C009", problem=problem)
         return cls(store, rank, world_size, host, hosts_store=False)
 
     @classmethod
@@ -169,6 +184,9 @@ class ControlPlane:
         import torch
         import torch.distributed as dist
 
+        if not all(hasattr(group, method) for method in ("rank", "size", "allgather", "broadcast")):
+            problem = f"expected a torch.distributed.ProcessGroup, got {type(group).__name__}"
+            raise ConfigError("EPLB-C009", problem=problem)
         rank, world_size = int(group.rank()), int(group.size())
         if host is not None and len(host.encode()) > 64:
             raise ConfigError("EPLB-C009", problem=f"host={host!r} is longer than 64 bytes")
@@ -236,12 +254,16 @@ class ControlPlane:
         self._epochs[name] = max(epoch, self._epochs.get(name, 0))
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _collective(operation: Callable[[], object]) -> None:
     try:
         operation()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError("EPLB-C009", problem=f"it moved no small CPU tensor: {reason}") from error
+        raise ConfigError("EPLB-C009", problem=f"the process group moved no small CPU tensor: {reason}") from error
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from eplb_core.control import Deadline, StoreClient, StoreGone
-from eplb_core.errors import EplbError, TransferError, error_for
+from eplb_core.errors import EplbError, StalledError, TransferError, error_for
 from eplb_core.liveness import Ring
 from eplb_core.metadata import seal, unseal
 from eplb_core.vote import Ballot, Decision, Vote, await_decision
@@ -16,6 +16,7 @@ from eplb_core.vote import Ballot, Decision, Vote, await_decision
 logger = logging.getLogger("eplb_core")
 
 _LOOK_EVERY_S = 2e-3
+_STALL_GRACE_S = 0.5
 _MESSAGE_LIMIT_NBYTES = 4 << 20
 
 
@@ -103,7 +104,8 @@ class Council:
         """Find what is behind a local failure: a decision that stands, a dead neighbour, else the failure itself.
 
         When a peer dies, those who talk to it see a broken transfer, its neighbours in the ring an end of file; so a
-        failed transfer waits a moment for the better explanation.
+        failed transfer waits a moment for the better explanation. One whose limit ran out does not: it knows whom it
+        waits for, which those who only miss its ballot do not.
 
         Returns
         -------
@@ -112,7 +114,8 @@ class Council:
         fatal : bool
             Peers are involved that will not answer again.
         """
-        grace = Deadline(0.5 if isinstance(error, TransferError) else 0.0)
+        stalled = isinstance(error, StalledError)
+        grace = Deadline(0.5 if isinstance(error, TransferError) and not stalled else 0.0)
         while True:
             dead = self.ring.poll() if self.ring else None
             if dead is not None:
@@ -160,6 +163,13 @@ class Council:
         return None
 
     def _stalled(self, vote: Vote, seconds: float) -> Decision:
+        # Members that wait for rows run out of time at the same moment, and can name who does not send them.
+        grace = Deadline(_STALL_GRACE_S)
+        while not grace.over:
+            decision = vote.poll() or self._look(vote)
+            if decision is not None:
+                return decision
+            time.sleep(1e-3)
         waiting_for = self._whom_it_waits_for(vote)
         error = error_for("EPLB-T002", seconds=seconds, where=vote.where, waiting_for=waiting_for)
         return vote.abort(error, fatal=True)

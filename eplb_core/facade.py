@@ -10,7 +10,7 @@ import pluggy
 
 from eplb_core import hookspecs
 from eplb_core.backend import Buffers, ConnectReceipt, Event, LocalMetadata, PeerMetadata, TransferReceipt
-from eplb_core.errors import DiscoveryError, TransferError
+from eplb_core.errors import ConfigError, DiscoveryError, TransferError
 
 if TYPE_CHECKING:
     from eplb_core.plan import TransferPlan
@@ -38,6 +38,8 @@ class BackendHooks:
     ------
     DiscoveryError
         A hook is missing, lacks ``@hookimpl``, or an observer would replace the backend (EPLB-D003).
+    ConfigError
+        An observer implements no hook (EPLB-C010).
     """
 
     def __init__(self, backend_name: str, backend: object, observers: Sequence[object] = ()) -> None:
@@ -48,7 +50,11 @@ class BackendHooks:
             manager.register(backend, name=backend_name)
             for observer in observers:
                 manager.register(observer, name=observer_name(observer))
+                if not manager.get_hookcallers(observer):
+                    raise ConfigError("EPLB-C010", problem=f"the observer {observer!r} implements no hook")
             manager.check_pending()
+        except ConfigError:  # which is a ValueError as well
+            raise
         except (pluggy.PluginValidationError, ValueError) as error:
             raise DiscoveryError("EPLB-D003", backend=backend_name, reason=f"its hooks do not fit: {error}") from error
         for hook in _HOOKS:

@@ -126,6 +126,7 @@ class Generation:
             A copy failed: this rank's weights are invalid, and its peers see it as gone.
         """
         with self._ledger.reporting():
+            self._ledger.check_open()
             staged = self._uncommitted.get(layer)
             if staged is None:
                 raise PlanError("EPLB-P004", problem=f"commit({layer}) without stage({layer})")
@@ -140,6 +141,7 @@ class Generation:
             Layers are left (EPLB-P004).
         """
         with self._ledger.reporting():
+            self._ledger.check_open()
             left = [*self._uncommitted, *self.layers[self._next_stage :]]
             if left:
                 raise PlanError("EPLB-P004", problem=f"end() before layer(s) {left} were staged and committed")
@@ -270,6 +272,8 @@ class Generation:
                 reason = f"{type(error).__name__}: {error}"
                 dead = CommitError("EPLB-T006", layer=staged.number, rank=session.rank, reason=reason)
                 self._council.vanish()
+                self._uncommitted.clear()  # copies that came half way cannot be made again
+                self._ledger.invalid = dead
                 self._ledger.poison(dead, f"layer {staged.number}, phase commit")
                 raise dead from error
             del self._uncommitted[staged.number]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_core.backend import StagingStats
-from eplb_core.errors import EplbError, PoisonedError, TransferError
+from eplb_core.errors import CommitError, EplbError, PlanError, PoisonedError, TransferError
 from eplb_core.report import RearrangeReport
 
 if TYPE_CHECKING:
@@ -53,6 +55,10 @@ class Ledger:
         self._new_map: npt.NDArray[np.int64] | None = None
         self._poison: tuple[EplbError, str] | None = None
         self._closed = False
+        self._pid = os.getpid()
+        self._user = threading.RLock()
+        self.invalid: CommitError | None = None
+        """Why the weights of this rank hold no placement at all; nothing heals that."""
         self.map: npt.NDArray[np.int64] = np.empty((layout.num_layers, 0), dtype=np.int64)
         self.epoch = 0
         self.generation = 0
@@ -156,18 +162,29 @@ class Ledger:
         """Was it closed?"""
         return self._closed
 
+    @property
+    def forked(self) -> bool:
+        """Is this another process than the one that made it?"""
+        return os.getpid() != self._pid
+
+    def check_open(self) -> None:
+        """Raise when it was closed (EPLB-T008), or made in another process (EPLB-T013)."""
+        if self.forked:
+            raise TransferError("EPLB-T013", name=self._name, pid=self._pid)
+        if self._closed:
+            raise TransferError("EPLB-T008", name=self._name)
+
     def check_usable(self) -> None:
         """Raise the reason why it may not be used.
 
         Raises
         ------
         TransferError
-            Closed (EPLB-T008).
+            Closed (EPLB-T008), or made in another process (EPLB-T013).
         PoisonedError
             Poisoned (EPLB-T004).
         """
-        if self._closed:
-            raise TransferError("EPLB-T008", name=self._name)
+        self.check_open()
         if self._poison is not None:
             error, where = self._poison
             remedy = "Call rebuild(timeout_s, ranks=...) on all survivors, or close(force=True)."
@@ -203,12 +220,16 @@ class Ledger:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Put the report on every error that leaves."""
+        """Put the report on every error that leaves; refuse a second thread while one is inside."""
+        if not self._user.acquire(blocking=False):
+            raise PlanError("EPLB-P004", problem="a call while another thread is inside one")
         try:
             yield
         except EplbError as error:
             error.report = self.report()
             raise
+        finally:
+            self._user.release()
 
     def report(self) -> RearrangeReport:
         """Return what holds now."""
@@ -225,6 +246,7 @@ class Ledger:
             epoch=self.epoch,
             generation=self.generation,
             quarantined_nbytes=self.quarantined_nbytes,
+            layers_in_doubt=tuple(staged.number for staged in self.doubtful),
             staging=self._staging_now(),
         )
 

@@ -123,10 +123,11 @@ class Ring:
 
     def close(self, *, goodbye: bool) -> None:
         """Close both connections; without a goodbye the neighbours take this rank for dead."""
-        for _, connection in self._sockets.values():
+        for descriptor, (_, connection) in self._sockets.items():
             if goodbye:
                 with suppress(OSError):  # the neighbour is gone already
                     connection.send(_GOODBYE)
+            self._poll.unregister(descriptor)  # a backend may look once more while it closes
             connection.close()
         self._sockets.clear()
         if self._listener is not None:

@@ -20,7 +20,7 @@ class RearrangeReport:
     committed_layers : tuple of int
         Layers that moved something and are on the new placement on every live rank.
     physical_to_logical_map : ndarray, int64, [num_moe_layers, num_physical_experts]
-        The placement that now holds; equal on all live ranks.
+        The placement that now holds; equal on all live ranks, but for `layers_in_doubt`.
     nbytes_received, nbytes_sent : int
         Bytes of rows that this rank took from, and gave to, other ranks.
     nbytes_local : int
@@ -35,6 +35,9 @@ class RearrangeReport:
         Which rearrangement it was.
     quarantined_nbytes : int
         Landing memory that an undrained transfer may still write, kept out of use for the life of the process.
+    layers_in_doubt : tuple of int
+        After the store was lost: layers that this rank voted on without learning the outcome. Its weights and the map
+        have them on the old placement; other ranks may have them on the new one, until ``rebuild`` settles them.
     staging : StagingStats
         Bytes of landing and send memory, in use and at the peak, as the staging allocator counts them.
     """
@@ -50,4 +53,5 @@ class RearrangeReport:
     epoch: int = 0
     generation: int = 0
     quarantined_nbytes: int = 0
+    layers_in_doubt: tuple[int, ...] = ()
     staging: StagingStats = field(default_factory=lambda: StagingStats(0, 0, 0))

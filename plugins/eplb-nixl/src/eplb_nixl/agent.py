@@ -142,8 +142,10 @@ class Agent:
         Returns
         -------
         object
-            For `make_read`.
+            For `make_read`; None where there are no rows, of which NIXL makes no list and nobody reads.
         """
+        if not blocks[:, 4].any():
+            return None
         what = f"prepare {int(blocks[:, 4].sum())} {f'rows of {peer}' if peer else 'landing rows'}"
         descriptors = blocks if self.library.strided else expand(blocks)
         prepared = self._call(what, "prep_xfer_dlist", peer or "NIXL_INIT_AGENT", descriptors, memory_type)
