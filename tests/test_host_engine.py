@@ -43,6 +43,27 @@ def test_one_flipped_bit_in_one_weight_is_noticed():
     assert re.search(r"rank \d, step 3: outputs changed by", result.stderr)
 
 
+def test_a_backend_that_moves_weights_over_the_hosts_group_is_given_it():
+    result = run("--ranks", "2", "--steps", "3", "--interval", "3", "--backend", "torch_nccl")
+    assert result.returncode == 0, result.stderr
+    assert "outputs equal bit for bit" in result.stdout
+
+
+def test_a_backend_that_is_not_installed_is_refused_in_one_line():
+    result = run("--backend", "nope")
+    assert result.returncode == 1
+    assert result.stderr.startswith("ConfigError: Unknown communicator 'nope'.")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("option", ["--steps", "--interval"])
+def test_no_steps_at_all_are_refused(option):
+    result = run(option, "0")
+    assert result.returncode == 2
+    assert "--steps and --interval must be 1 or more" in result.stderr
+
+
 def test_ranks_that_do_not_divide_the_experts_are_refused():
     result = run("--ranks", "3")
     assert result.returncode == 2

@@ -21,6 +21,23 @@ def run(script: str, *arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_backend_that_is_not_installed_is_refused_in_one_line(script, tmp_path):
+    command = [sys.executable, str(script), "--backend", "nope"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert result.stderr.startswith("ConfigError: Unknown communicator 'nope'.")
+    assert (result.stderr.count("\n"), result.stdout) == (1, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_backend_that_moves_weights_over_the_hosts_group_is_given_one(script, tmp_path):
+    command = [sys.executable, str(script), "--backend", "torch_nccl"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_trace_of_every_rank_and_of_all_together(tmp_path):
     folder = tmp_path / "traces"
     *single, merged = run("trace_a_rearrangement.py", "--folder", str(folder), "--backend", "torch_gloo").split()

@@ -190,7 +190,7 @@ def check_memory(workload: Workload) -> None:
     ranks = f"{workload.world_size} rank{'s' * (workload.world_size != 1)}"
     raise BenchError(
         "EPLB-B003",
-        f"{layers} on {ranks} take {(weights + processes) / 1e9:.1f} GB, {processes / 1e9:.1f} GB of it for the "
+        f"{layers} on {ranks} would take {(weights + processes) / 1e9:.1f} GB, {processes / 1e9:.1f} GB of it for the "
         f"processes themselves, and {available / 1e9:.1f} GB are available; use {remedy}",
     )
 

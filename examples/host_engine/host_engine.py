@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -130,7 +131,8 @@ def serve(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
     # 3. The communicator registers the live tensors; from here on their memory stays where it is.
     control = eplb.ControlPlane.from_process_group(dist.group.WORLD)
     weights = [[w13, w2] for w13, w2 in zip(model.w13, model.w2, strict=True)]
-    with eplb.Communicator(config, weights, control, tensor_names=["w13", "w2"]) as comm:
+    # The group of the weights' device, for backends that move weights over the host's own.
+    with eplb.Communicator(config, weights, control, dist.group.WORLD, tensor_names=["w13", "w2"]) as comm:
         canary = _drawn((TOKENS, HIDDEN), 1000 + rank) * LENGTH
         for step in range(1, options.steps + 1):
             model.forward(_traffic(step // config.step_interval, step, rank))
@@ -200,12 +202,20 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=4, help="forward steps from one rearrangement to the next")
     parser.add_argument("--backend", help="backend; by default the best usable one")
     options = parser.parse_args()
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if under_torchrun:
         options.ranks = int(os.environ["WORLD_SIZE"])
-        serve(int(os.environ["RANK"]), options, "env://")
-        return
     if options.ranks < 1 or NUM_EXPERTS % options.ranks:
         parser.error(f"--ranks must divide the {NUM_EXPERTS} experts")
+    if options.steps < 1 or options.interval < 1:
+        parser.error("--steps and --interval must be 1 or more")
+    try:  # what is wrong with the backend is said once, here, and not by every rank
+        eplb.select(eplb.EPLBConfig(communicator=options.backend, use_async=False), device_type="cpu")
+    except eplb.EplbError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    if under_torchrun:
+        serve(int(os.environ["RANK"]), options, "env://")
+        return
     # gloo would look up the host's own name, and containers often cannot.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:

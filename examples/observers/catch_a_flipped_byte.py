@@ -6,6 +6,7 @@ python catch_a_flipped_byte.py --layer 2
 from __future__ import annotations
 
 import argparse
+import sys
 
 import eplb_core as eplb
 from eplb_core.errors import TransferError
@@ -28,7 +29,8 @@ def serve(rank: Rank, backend: str | None, layer: int) -> list[str]:
     if rank.rank == FAULTY:
         observers.insert(0, FaultInjector("landed", "corrupt", layer=layer, landed_row=2))
     config = eplb.EPLBConfig(communicator=backend, use_async=False, timeout_s=30)
-    with eplb.Communicator(config, model.weights, rank.control(), tensor_names=NAMES, observers=observers) as comm:
+    given = {"tensor_names": NAMES, "observers": observers, "device_group": rank.device_group()}
+    with eplb.Communicator(config, model.weights, rank.control(), **given) as comm:
         said = []
         try:
             comm.rearrange(old, new)
@@ -39,9 +41,9 @@ def serve(rank: Rank, backend: str | None, layer: int) -> list[str]:
             held = error.report.physical_to_logical_map
             said = [str(error), f"committed before it: layers {list(error.report.committed_layers)}"]
         said.append(f"rows that hold wrong bytes: {len(model.wrong_rows(held))}")
-        held = comm.rebuild(
-            30
-        ).physical_to_logical_map  # some backends cannot call off the layers behind the faulty one
+        # Some backends cannot call off the layers behind the faulty one.
+        report = comm.rebuild(30, device_group=rank.device_group(topic="rebuilt"))
+        held = report.physical_to_logical_map
         comm.rearrange(held, new)  # the injector acts once
         said.append(f"after another try: {len(model.wrong_rows(new))}")
     return said
@@ -56,6 +58,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.ranks < 2 or not 0 <= options.layer < NUM_LAYERS:
         parser.error(f"--ranks must be 2 or more, --layer one of 0 to {NUM_LAYERS - 1}")
+    try:  # what is wrong with the backend is said once, here, and not by every rank
+        eplb.select(eplb.EPLBConfig(communicator=options.backend, use_async=False), device_type="cpu")
+    except eplb.EplbError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
     for rank, said in enumerate(run_ranks(options.ranks, serve, options.backend, options.layer, timeout_s=120)):
         print(f"rank {rank}:", *said, sep="\n  ")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from itertools import pairwise
 
 import eplb_core as eplb
@@ -25,7 +26,9 @@ def serve(rank: Rank, backend: str | None, prometheus: bool) -> str:
     model.fill(maps[0])
     stats = Stats()
     config = eplb.EPLBConfig(communicator=backend, use_async=False)
-    with eplb.Communicator(config, model.weights, rank.control(), observers=[stats], name="main") as comm:
+    with eplb.Communicator(
+        config, model.weights, rank.control(), rank.device_group(), observers=[stats], name="main"
+    ) as comm:
         for old, new in pairwise(maps):
             comm.rearrange(old, new)
     if not prometheus:
@@ -46,6 +49,12 @@ def main() -> None:
     parser.add_argument("--prometheus", action="store_true", help="as text for Prometheus")
     parser.add_argument("--backend", help="backend that moves the weights; the best usable one by default")
     options = parser.parse_args()
+    if options.ranks < 1:
+        parser.error("--ranks must be 1 or more")
+    try:  # what is wrong with the backend is said once, here, and not by every rank
+        eplb.select(eplb.EPLBConfig(communicator=options.backend, use_async=False), device_type="cpu")
+    except eplb.EplbError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
     print(run_ranks(options.ranks, serve, options.backend, options.prometheus, timeout_s=120)[0])
 
 

@@ -8,6 +8,7 @@ Then open ``traces/all-ranks.trace.json`` at https://ui.perfetto.dev or in chrom
 from __future__ import annotations
 
 import argparse
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def serve(rank: Rank, backend: str | None, folder: str) -> str:
     model.fill(maps[0])
     trace = ChromeTrace(rank.rank)
     config = eplb.EPLBConfig(communicator=backend, use_async=False)
-    with eplb.Communicator(config, model.weights, rank.control(), observers=[trace]) as comm:
+    with eplb.Communicator(config, model.weights, rank.control(), rank.device_group(), observers=[trace]) as comm:
         for old, new in pairwise(maps):
             comm.rearrange(old, new)
     return str(trace.write(folder))
@@ -40,6 +41,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("traces"), help="where the traces go")
     parser.add_argument("--backend", help="backend that moves the weights; the best usable one by default")
     options = parser.parse_args()
+    if options.ranks < 1:
+        parser.error("--ranks must be 1 or more")
+    try:  # what is wrong with the backend is said once, here, and not by every rank
+        eplb.select(eplb.EPLBConfig(communicator=options.backend, use_async=False), device_type="cpu")
+    except eplb.EplbError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
     options.folder.mkdir(parents=True, exist_ok=True)
     paths = run_ranks(options.ranks, serve, options.backend, str(options.folder), timeout_s=120)
     merged = merge_traces(paths, options.folder / "all-ranks.trace.json")
