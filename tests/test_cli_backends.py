@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from eplb_core.cli import device
+
 INFO = 'BackendInfo({name!r}, "moves rows", API_VERSION, "{target}", {fields})'
 
 
@@ -154,6 +156,13 @@ def test_nothing_is_usable_on_a_device_that_torch_does_not_see(site):
     assert f"Automatic choice: none, as {reason}" in shown
     assert shown.count(f"Probes: none works, as {reason}") == 1
     assert all(policy["usable"] for policy in document["policies"])
+
+
+def test_a_device_counts_as_seen_when_torch_counts_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert device._ask_torch("cuda") == "seen"
+    assert device._ask_torch("meta") == "not seen"
+    assert device.why_no_device("cpu") is None
 
 
 def test_without_a_gpu_no_allocators_insides_are_shown(site):

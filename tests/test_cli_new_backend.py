@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import os
 import re
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomllib
+import torch
 from typer.testing import CliRunner
 
 import eplb_core
 from eplb_core.cli.app import app
-from eplb_core.errors import ConfigError
+from eplb_core.errors import ConfigError, MetadataError, TransferError
 from eplb_core.testing import scaffold
 from eplb_core.testing.scaffold import new_backend
 
@@ -118,6 +123,40 @@ def test_backends_whose_names_begin_alike_refuse_each_others_metadata(tmp_path):
         return next(line for line in backend.read_text().splitlines() if line.startswith("MAGIC"))
 
     assert magic("transporter") != magic("transporters")
+
+
+def generated(folder: Path, name: str = "mine"):
+    """Import what was generated, and build it for rank 0 of two, whose work is called off."""
+    (source,) = (path for path in new_backend(name, folder / name) if path.name == "backend.py")
+    spec = importlib.util.spec_from_file_location(f"generated_{name}", source)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    context = SimpleNamespace(rank=0, cancelled=lambda: "rank 1 gave up")
+    return module.MineBackend(SimpleNamespace(pause_s=1e-4), context)
+
+
+def test_a_layer_that_is_called_off_is_said_to_be_cancelled_and_why(tmp_path):
+    backend = generated(tmp_path)
+    backend.register_buffers(SimpleNamespace(rows=[[torch.zeros(2, 8, dtype=torch.uint8)]]))
+    backend.files[1] = os.dup(backend.own)  # where nothing is ready
+    with pytest.raises(TransferError, match=r"state=cancelled rank 1 gave up \(layer 0, phase wait\)") as caught:
+        backend.await_rows(SimpleNamespace(generation=1, layer=0, slot=0), 1, time.monotonic() + 60, 60)
+    assert caught.value.code == "EPLB-T001"
+    assert backend.close()
+
+
+def test_a_write_that_was_cut_short_is_no_success(tmp_path, monkeypatch):
+    backend = generated(tmp_path)
+    monkeypatch.setattr(os, "pwrite", lambda file, data, where: len(data) - 1)
+    with pytest.raises(TransferError, match="a write was cut short"):
+        backend.register_buffers(SimpleNamespace(rows=[[torch.zeros(2, 8, dtype=torch.uint8)]]))
+    assert backend.close()
+
+
+def test_anothers_metadata_is_said_to_be_so(tmp_path):
+    peer = SimpleNamespace(rank=1, payload=b"something else")
+    with pytest.raises(MetadataError, match="its metadata was not written by mine"):
+        generated(tmp_path).exchange_metadata(None, [peer])
 
 
 def test_the_readme_explains_its_commands_in_one_column(tmp_path):
