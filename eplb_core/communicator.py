@@ -394,13 +394,15 @@ class Communicator:
             logger.warning("%s: %s failed to close: %r", self.name, self.backend, error)
             safe = False
         try:
+            hosts = self._control.hosts_store and wait
             if unclean:
                 session.council.vanish()
             else:
-                session.council.goodbye()
-            if self._control.hosts_store and wait:
-                limit_s = _CLOSE_FORCED_S if unclean else float(self.config.timeout_s)
-                session.council.await_goodbyes(limit_s)
+                session.council.goodbye(tidy=not hosts)
+            if hosts:
+                session.council.await_goodbyes(_CLOSE_FORCED_S if unclean else float(self.config.timeout_s))
+                if not unclean:
+                    session.council.tidy()  # the last of all: the others' goodbyes are keys as well
         except StoreGone as gone:
             logger.warning("%s: the store was gone at close: %s", self.name, gone)
         if not (safe and self._give_landing_back(session)):

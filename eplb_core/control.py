@@ -47,11 +47,16 @@ class StoreClient:
         self.prefix = prefix
         self._timeout_s = timeout_s
         self._gone: str | None = None
+        self.own: set[str] = set()
+        """Keys that this client set and nobody else writes."""
+        self.shared: set[str] = set()
+        """Keys that any member may write, as far as this client knows them."""
         self._store = dist.PrefixStore(prefix, store)
         _limit_sockets(store, timeout_s)
 
     def set(self, key: str, value: bytes) -> None:
         """Store a value. A lost store shows at the next operation that reads."""
+        self.own.add(key)
         # torch's stub asks for str, the binding takes bytes; here and below
         self._call(lambda: self._store.set(key, value))  # type: ignore[arg-type]
 
@@ -69,6 +74,7 @@ class StoreClient:
 
     def add(self, key: str) -> int:
         """Count one up and return the count. Never retried: a second add would count a rank twice."""
+        self.shared.add(key)
         return self._call(lambda: int(self._store.add(key, 1)))
 
     def put_first(self, key: str, value: bytes) -> bytes:
@@ -76,10 +82,13 @@ class StoreClient:
 
         (On a missing key a non-empty expectation comes back as if it had been stored.)
         """
+        self.shared.add(key)
         return self._call(lambda: bytes(self._store.compare_set(key, "", value)))  # type: ignore[arg-type]
 
     def delete(self, *keys: str) -> None:
         """Delete keys; missing ones are no error."""
+        self.own.difference_update(keys)
+        self.shared.difference_update(keys)
         for key in keys:
             self._call(lambda key=key: self._store.delete_key(key))  # type: ignore[misc]
 

@@ -63,7 +63,8 @@ class Council:
         self._at_hand: Vote | None = None
         self._looked_at_s = 0.0
         self._cancel_reason: str | None = None
-        self._old_keys: list[str] = []
+        self._old_own: list[str] = []
+        self._old_shared: list[str] = []
         self._last_vote: Vote | None = None
 
     # --- votes --------------------------------------------------------------------------------------------------------
@@ -234,32 +235,54 @@ class Council:
 
     def forget_later(self, votes: Sequence[Vote], extra: Sequence[str] = ()) -> None:
         """Note the keys of a generation's votes; `forget` deletes them once nobody can read them any more."""
-        shared = self.rank == self.members[0]
         for vote in votes:
-            self._old_keys.extend(vote.keys_of(self.rank, shared=shared))
-        if shared:
-            self._old_keys.extend(extra)
+            self._old_own.extend(vote.own_keys)
+            self._old_shared.extend(vote.shared_keys)
+        self._old_shared.extend(extra)
 
     def forget(self) -> None:
         """Delete what was noted before this generation was agreed: all have entered it, so all knew the outcomes."""
-        keys, self._old_keys = self._old_keys, []
-        self.client.delete(*keys)
+        self.client.delete(*self._old_own)
+        if self.rank == self.members[0]:
+            self.client.delete(*self._old_shared)
+        else:
+            self.client.shared.difference_update(self._old_shared)
+        self._old_own, self._old_shared = [], []
 
     @property
     def dead(self) -> tuple[int, ...]:
         """Neighbours found dead."""
         return self.ring.dead if self.ring else ()
 
-    def goodbye(self) -> None:
-        """Tell the ring and the store, if it is still there, that this rank leaves in peace."""
+    def goodbye(self, *, tidy: bool = False) -> None:
+        """Tell the ring and the store, if it is still there, that this rank leaves in peace; `tidy` up first if so."""
         if self.ring is not None:
             self.ring.poll()
         with suppress(StoreGone):
-            for rank in self.dead:
-                self.client.set(f"dead/{rank}", b"1")
-            self.client.set(f"bye/{self.rank}", b"1")
+            if not (tidy and self.tidy()):
+                for rank in self.dead:
+                    self.client.set(f"dead/{rank}", b"1")
+                self.client.set(f"bye/{self.rank}", b"1")
         if self.ring is not None:
             self.ring.close(goodbye=True)
+
+    def tidy(self) -> bool:
+        """Delete what this rank left in the store, after an end at which every outcome was known to it.
+
+        Keys that others may still read are left to the last member that tidies up; where one is lost nobody is, and
+        they stay, for a rank that wakes late must find the outcomes.
+
+        Returns
+        -------
+        bool
+            True when all members had left, and nothing of this epoch is in the store any more.
+        """
+        self.client.delete(*self.client.own)
+        if self.client.add("left") < len(self.members):
+            return False
+        goodbyes = [f"{word}/{rank}" for word in ("bye", "dead") for rank in self.members]
+        self.client.delete(*self.client.shared, *goodbyes)
+        return True
 
     def await_goodbyes(self, timeout_s: float) -> None:
         """Stay until every other member said goodbye or is known dead, at most `timeout_s`: the store lives here."""

@@ -132,6 +132,7 @@ class Vote:
         """
         self._client.set(self._ballot_key(self._rank), self._seal("ballot", _encode_ballot(ballot)))
         self.balloted = True
+        self._client.shared.add(self.decision_key)  # whoever writes it
         if self._client.add(f"{self._prefix}/count") == len(self._members):
             ballots = self.ballots()
             missing = [rank for rank in self._members if rank not in ballots]
@@ -173,9 +174,15 @@ class Vote:
             return []
         return [rank for rank in self._members if not self._client.exists(self._ballot_key(rank))]
 
-    def keys_of(self, rank: int, *, shared: bool) -> list[str]:
-        """Return the keys that this rank wrote, with the shared ones if asked, to delete once nobody reads them."""
-        return [self._ballot_key(rank)] + ([f"{self._prefix}/count", self.decision_key] if shared else [])
+    @property
+    def own_keys(self) -> list[str]:
+        """Keys that this rank alone writes, to be deleted by it once nobody reads them."""
+        return [self._ballot_key(self._rank)]
+
+    @property
+    def shared_keys(self) -> list[str]:
+        """Keys that every member may write, to be deleted by one of them."""
+        return [f"{self._prefix}/count", self.decision_key]
 
     def _put(self, decision: Decision) -> Decision:
         # The writer's rank is in the envelope's place of the rank, so the reader learns it from the body; bind to 0.

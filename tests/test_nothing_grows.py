@@ -8,6 +8,7 @@ import threading
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 import eplb_core as eplb
 from eplb_core.testing.model import Model, shuffles
@@ -85,9 +86,37 @@ def many_lives(rank: Rank, backend: str, lives: int):
 
 @every_backend_under_faults
 @pytest.mark.slow
-def test_twenty_communicators_one_after_another_return_threads_and_descriptors(backend: BackendCase) -> None:
+def test_twenty_communicators_one_after_another_leave_nothing_behind(backend: BackendCase) -> None:
     """Case 9."""
     for seen, wrong in run_ranks(2, many_lives, backend.name, 20, timeout_s=150, env=backend.env):
         assert wrong == []
         assert max(s["fds"] for s in seen[15:]) <= max(s["fds"] for s in seen[2:7])
         assert max(s["os threads"] for s in seen[15:]) <= max(s["os threads"] for s in seen[2:7])
+        # the rank that looks may see the other one leave, or begin its next life
+        assert max(s["store keys"] for s in seen) - min(s["store keys"] for s in seen) <= 10
+        assert seen[-1]["store keys"] <= seen[0]["store keys"] + 5
+
+
+def hosted_lives(rank: Rank):
+    dist.init_process_group("gloo", store=rank.store("world"), rank=rank.rank, world_size=rank.world_size)
+    control = eplb.ControlPlane.from_process_group(dist.group.WORLD)
+    maps = shuffles(2, len(ROW_NBYTES), rank.world_size, 4)
+    model = Model(rank.rank, 4, ROW_NBYTES)
+    model.fill(maps[0])
+    counts = []
+    for name in ("first", "second"):
+        counts.append(control.connection().num_keys())
+        config = case_config("torch_gloo", timeout_s=30)
+        with eplb.Communicator(config, model.weights, control, name=name) as comm:
+            comm.rearrange(maps[0], maps[1])
+            comm.rearrange(maps[1], maps[0])
+        if rank.rank == 0:  # which leaves last
+            counts.append(control.connection().num_keys())
+        dist.barrier()
+    return counts
+
+
+def test_the_rank_that_hosts_the_store_leaves_it_as_it_was() -> None:
+    before, after, *others = run_ranks(2, hosted_lives)[0]
+    assert before == after
+    assert others == [before, before]

@@ -77,6 +77,9 @@ def loses_its_store(rank: Rank, backend: str, after: bool):
         "text": str(caught.value),
         "seconds": seconds,
         "refused": refused.value.code,
+        "told": caught.value.report.physical_to_logical_map.tolist(),
+        "in doubt": caught.value.report.layers_in_doubt,
+        "still in doubt": report.layers_in_doubt,
         "map": held.tolist(),
         "mixed": mixed,
         "after": model.wrong_rows(wanted),
@@ -95,7 +98,11 @@ def test_a_lost_store_leaves_the_same_placement_on_all_survivors(backend: Backen
         assert outcome.error is None, outcome.error
     stories = [outcome.value for outcome in outcomes[1:]]
     assert stories[0]["map"] == stories[1]["map"]
+    doubts = {layer for story in stories for layer in story["in doubt"]}
+    for layer, (one, other) in enumerate(zip(stories[0]["told"], stories[1]["told"], strict=True)):
+        assert one == other or layer in doubts
     for story in stories:
+        assert story["still in doubt"] == ()
         assert story["seconds"] < 3
         assert story["kind"] in ("StoreLostError", "PeerLostError"), story["text"]
         assert story["refused"] == "EPLB-T004"

@@ -308,8 +308,8 @@ int ncclCommGetAsyncError(Comm *comm, int *state) {
   if (comm->pending && comm->state == IN_PROGRESS) { /* reported once, launched after that */
     Group *group = comm->pending;
     comm->pending = NULL;
+    comm->state = OK; /* before the stream's thread may report an error in its place */
     launch(group);
-    comm->state = OK;
   }
   return OK;
 }

@@ -26,7 +26,7 @@ from eplb_pynccl.binding import Binding, NcclError, load_binding, spell
 from eplb_pynccl.connection import Batch, Connection, Operation, WaitEnded
 from eplb_pynccl.driver import driver_facts
 from eplb_pynccl.hooks import NAME
-from eplb_pynccl.metadata import NONCE_NBYTES, Member, await_unique_id, pack, publish, unpack
+from eplb_pynccl.metadata import NONCE_NBYTES, Member, await_unique_id, pack, publish, unpack, withdraw
 from eplb_pynccl.options import PyNcclOptions
 from eplb_pynccl.streams import CudaStream, OperationStream
 
@@ -296,7 +296,7 @@ class PyNcclBackend:
                 raise error_for("EPLB-M005", peer=self._lowest, problem=problem)
         stream = self._own_stream()
         with stream.copy_order():
-            return Connection(
+            connection = Connection(
                 self._binding,
                 stream,
                 unique_id=unique_id,
@@ -305,6 +305,9 @@ class PyNcclBackend:
                 deadline_s=deadline_s,
                 cancelled=context.cancelled,
             )
+        if self._unique_id is not None:
+            withdraw(context.store)
+        return connection
 
     def _greet(self, connection: Connection, members: Mapping[int, Member], deadline_s: float) -> None:
         """Exchange nonces with peers that are new: connects each pair, and proves who is behind a rank of NCCL's."""

@@ -55,6 +55,14 @@ def publish(store: Any, payload: bytes) -> None:
         raise _lost(error) from error
 
 
+def withdraw(store: Any) -> None:
+    """Take it back, once every member has joined the communicator and so has read it."""
+    try:
+        store.delete_key(_KEY)
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
 def await_unique_id(store: Any, lowest: int, deadline_s: float, cancelled: Callable[[], str | None]) -> bytes:
     """Wait for what the lowest member published.
 
