@@ -1,4 +1,4 @@
-"""The kit on the backends of this repository: what they declare, they can."""
+"""The kit on the backends of this repository: what they declare, they can. The example's has its own suite."""
 
 from __future__ import annotations
 
@@ -34,10 +34,6 @@ class TestTorchGloo(_UsableOnly):
 
 class TestNixl(_UsableOnly):
     backend_name = "nixl"
-
-
-class TestVmread(_UsableOnly):
-    backend_name = "vmread"
 
 
 class TestTorchNcclOverGloo(_UsableOnly):
@@ -94,6 +90,42 @@ def test_an_excused_test_that_passes_is_a_failure(tmp_path):
     done = run_pytest(tmp_path, text, "-k", "declaration_is_sound")
     assert done.returncode == 1
     assert "[XPASS(strict)] we are not ready" in done.stdout
+
+
+def test_a_backend_that_cannot_be_used_fails_once_and_the_rest_is_not_run(tmp_path):
+    text = """
+        from eplb_core.testing.conformance import BackendConformance
+
+        class TestMine(BackendConformance):
+            backend_name = "torch_gloo"
+            device_type = "gpu"
+    """
+    done = run_pytest(tmp_path, text, "-rs", "-k", "arrives or declaration_is_sound or wait_")
+    assert done.returncode == 1
+    assert done.stdout.count("torch_gloo was to move weights on gpu, and torch has no such device here") > 1
+    assert "1 error" in done.stdout
+    assert "passed" not in done.stdout
+    assert "failed" not in done.stdout
+    assert "6 skipped" in done.stdout
+
+
+def test_a_backend_that_cannot_be_built_is_not_accused_of_anything_else(tmp_path):
+    text = """
+        from eplb_core.testing.conformance import BackendConformance
+
+        class TestMine(BackendConformance):
+            backend_name = "torch_gloo"
+            options = {"no_such_option": 1}
+    """
+    alone = run_pytest(tmp_path, text, "-rs", "-k", "arrives or keeps_its_limit")
+    assert alone.returncode == 1
+    assert "1 error" in alone.stdout, "green, with nothing tested"
+    assert "test_a_communicator_can_be_built fails" in alone.stdout
+    assert "no_such_option" in alone.stdout
+    assert "is not copied" not in alone.stdout
+    whole = run_pytest(tmp_path, text, "-rs", "-k", "can_be_built or arrives or keeps_its_limit")
+    assert "1 failed, 3 skipped" in whole.stdout
+    assert "no_such_option" in whole.stdout
 
 
 def test_every_kit_test_says_what_its_failure_means():

@@ -18,8 +18,16 @@ from eplb_core.cli.console import nothing_else_on_stdout, stderr, stdout, write,
 if TYPE_CHECKING:
     from eplb_core.testing.verdict import Verdict
 
-_STYLES = {"passed": "green", "failed": "bold red", "not claimed": "dim"}
+_STYLES = {
+    "passed": "green",
+    "failed": "bold red",
+    "not reached": "red",
+    "not run": "red",
+    "not claimed": "dim",
+}
+_ALWAYS_COUNTED = ("passed", "failed")
 _DETAIL_LINES = 12
+_NAMED = 8
 
 
 def verify(
@@ -29,19 +37,32 @@ def verify(
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device type of the weights; cpu where the backend can.")] = None,
     test: Annotated[
-        list[str] | None, typer.Option("--test", metavar="TEST", help="Only this test of the kit; repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--test", metavar="TEST", help="Only this test of the kit, or a pattern such as 'wait*'; repeatable."
+        ),
     ] = None,
+    device_group: Annotated[
+        bool, typer.Option("--device-group", help="Give the backend a gloo group as the host's device_group.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdicts as JSON.")] = False,
 ) -> None:
-    """Run the conformance kit on a backend: what passed, and what each failure means. Status 1 when a test fails."""
+    """Run the conformance kit on a backend: what passed, and what each failure means.
+
+    Status 1 when a test fails, 2 when the backend cannot be examined on this machine.
+    """
     if find_spec("pytest") is None:
         write(stderr(), "eplb verify needs pytest: pip install 'eplb-core[testing]'")
         raise typer.Exit(2)
     from eplb_core.discovery import discover
     from eplb_core.selection import resolve
-    from eplb_core.testing.verdict import examine
+    from eplb_core.testing.usable import why_not_here
+    from eplb_core.testing.verdict import GOOD, examine
 
-    resolve(discover(), "backend", name)
+    unusable = why_not_here(resolve(discover(), "backend", name), device)
+    if unusable is not None:
+        stderr().print(f"nothing was tested: {unusable}", soft_wrap=True)
+        raise typer.Exit(2)
     pairs = [entry.partition("=") for entry in env or []]
     if any(not separator for _, separator, _ in pairs):
         raise typer.BadParameter("expected KEY=VALUE", param_hint="--env")
@@ -57,13 +78,15 @@ def verify(
     with nothing_else_on_stdout():
         given = {key: value for key, _, value in pairs}
         try:
-            verdicts = examine(name, env=given, device_type=device, tests=test or (), told=told)
+            verdicts = examine(
+                name, env=given, device_type=device, device_group=device_group, tests=test or (), told=told
+            )
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--test") from error
     if console.is_terminal:
         console.print("\r" + " " * 66 + "\r", end="")
     seconds = time.monotonic() - started
-    passed = all(verdict.outcome != "failed" for verdict in verdicts)
+    passed = all(verdict.outcome in GOOD for verdict in verdicts)
     if as_json:
         print(json.dumps({"backend": name, "passed": passed, "seconds": round(seconds, 1), "tests": _plain(verdicts)}))
     else:
@@ -80,18 +103,36 @@ def _show(console: Console, name: str, verdicts: list[Verdict], seconds: float) 
     for title in ("test", "", "s"):
         table.add_column(title, justify="right" if title == "s" else "left", overflow="fold")
     for verdict in verdicts:
-        outcome = Text(verdict.outcome, style=_STYLES[verdict.outcome])
-        table.add_row(verdict.test, outcome, f"{verdict.seconds:.1f}")
+        ended = Text(verdict.outcome, style=_STYLES[verdict.outcome])
+        table.add_row(verdict.test, ended, f"{verdict.seconds:.1f}")
     write_table(console, table)
-    failed = [verdict for verdict in verdicts if verdict.outcome == "failed"]
-    for verdict in failed:
-        console.print()
-        write(console, verdict.test, style="bold red")
-        write(console, verdict.meaning, indent="  ")
-        lines = verdict.detail.splitlines()
-        for line in lines[:3] + ["..."] * (len(lines) > _DETAIL_LINES) + lines[3:][-(_DETAIL_LINES - 3) :]:
-            console.print(Text(f"    {line}"), soft_wrap=True)
+    groups: dict[tuple[str, str], list[Verdict]] = {}
+    for verdict in verdicts:
+        if verdict.outcome not in {"passed", "not claimed"}:
+            groups.setdefault((verdict.outcome, verdict.detail), []).append(verdict)
+    for outcome in ("failed", "not reached", "not run"):
+        for (kind, detail), alike in groups.items():
+            if kind == outcome:
+                console.print()
+                _show_alike(console, outcome, detail, alike)
     console.print()
     counts = {outcome: sum(verdict.outcome == outcome for verdict in verdicts) for outcome in _STYLES}
-    claim = f", {counts['not claimed']} not claimed" if counts["not claimed"] else ""
-    write(console, f"{name}: {counts['passed']} passed, {counts['failed']} failed{claim}, in {seconds:.0f} s")
+    shown = [f"{number} {outcome}" for outcome, number in counts.items() if number or outcome in _ALWAYS_COUNTED]
+    write(console, f"{name}: {', '.join(shown)}, in {seconds:.0f} s")
+
+
+def _show_alike(console: Console, outcome: str, detail: str, alike: list[Verdict]) -> None:
+    """Show what one or more tests have to say in the same words, once; what it means only where that was seen."""
+    if outcome == "failed":
+        for verdict in alike:
+            write(console, verdict.test, style="bold red")
+            write(console, verdict.meaning, indent="  ")
+    else:
+        many = f"{len(alike)} tests {outcome}: " if len(alike) > 1 else f"{outcome}: "
+        names = ", ".join(verdict.test for verdict in alike)
+        if outcome == "not run" and len(alike) > _NAMED:  # the table says which
+            names = f"{names.partition(', ')[0]} and others"
+        write(console, many + names, hanging="  ", style=_STYLES[outcome])
+    lines = detail.splitlines()
+    for line in lines[:3] + ["..."] * (len(lines) > _DETAIL_LINES) + lines[3:][-(_DETAIL_LINES - 3) :]:
+        console.print(Text(f"    {line}"), soft_wrap=True)

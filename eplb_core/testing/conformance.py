@@ -12,41 +12,55 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import pytest
-import torch
 
 from eplb_core.backend import API_VERSION, BackendInfo
 from eplb_core.discovery import discover, load_target
+from eplb_core.errors import EplbError
+from eplb_core.selection import resolve
 from eplb_core.testing import scenarios_bytes, scenarios_failure, scenarios_growth, scenarios_order
-from eplb_core.testing.exchange import expect
+from eplb_core.testing.expectation import PREFIX, NotReached, Unmet, expect, told
 from eplb_core.testing.model import shuffles
 from eplb_core.testing.pool import RankPool, Subject
+from eplb_core.testing.usable import device_for, why_not_here
 
 KIT_VERSION = 1
 """Rises when the kit asks for more than it did: a backend that passed may then fail."""
+
+NOT_RUN = "eplb not run"
+"""Property of reports of tests that were not run, because of what another one shows or is missing: the reason."""
 
 _GATE = "eplb_gate"
 _MIB = 1 << 20
 _SLACK_NBYTES = 24 * _MIB  # what a library, and malloc, may take once
 _HOOKS = ("register_buffers", "exchange_metadata", "transfer", "wait")
 _METHODS = ("progress", "abort", "close")
+_DEVICE_GROUP = (
+    "The kit gives it a gloo group as the host's with 'eplb verify --device-group', or with device_group = True in a "
+    "class of your own."
+)
 _KNOWN_DEVICES = {"*", "cpu", "cuda", "xpu", "npu", "hpu", "mps", "privateuseone", "meta", "xla", "mtia", "musa", "mlu"}
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 def _kit(test: Test) -> Test:
-    """Put what a failure means, the docstring, in front of what failed."""
+    """Put what a failure means, the docstring, in front of what failed; but only where that is what failed."""
 
     @functools.wraps(test)
     def wrapper(*args: Any, **given: Any) -> Any:
         try:
             return test(*args, **given)
-        except AssertionError as failed:
-            raise AssertionError(f"{inspect.cleandoc(test.__doc__ or '')}\n\n{failed}") from None
+        except Unmet as failed:
+            raise Unmet(f"{inspect.cleandoc(test.__doc__ or '')}\n\n{failed}") from None
+        except NotReached as failed:
+            raise NotReached(str(failed)) from None  # without the frames of the kit
+        except Exception as error:
+            text = f"{PREFIX}the backend raised before this could be checked\n{told(error)}"
+            raise NotReached(text) from error
 
     return wrapper  # type: ignore[return-value]
 
@@ -63,6 +77,15 @@ def _needs(capability: str) -> Callable[[Test], Test]:
 
 class BackendConformance:
     """Tests that every backend must pass. Inherit, set `backend_name`, and run pytest.
+
+    A test that fails shows first what its failure means, if what it is about does not hold. If the backend raised
+    before that could be seen, it shows ``not reached`` and what was raised, and says nothing of what it did not see.
+
+    Where the backend cannot be used (not installed, its ``requires`` or ``available`` say no, no such device here), the
+    first test fails with the reason and the others are skipped with it: one reason, and no green run that has tested
+    nothing. A suite that is to pass on machines without the device says so itself:
+    ``pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")``. Likewise, when the class
+    is not whole or no communicator can be built, the test of that fails and all that need one are skipped.
 
     Attributes
     ----------
@@ -118,13 +141,15 @@ class BackendConformance:
     @pytest.fixture
     def info(self) -> BackendInfo:
         """Return what the plugin declares."""
-        return _declared(self.backend_name)
+        return resolve(discover(), "backend", self.backend_name)
 
     @pytest.fixture
     def subject(self, info: BackendInfo) -> Subject:
         """Return the backend as the ranks build it."""
-        device_type = self.device_type or _device_type(info)
-        return Subject(self.backend_name, self.options, device_type, self.device_group)
+        return self._subject(info)
+
+    def _subject(self, info: BackendInfo) -> Subject:
+        return Subject(self.backend_name, self.options, device_for(info, self.device_type), self.device_group)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -133,13 +158,47 @@ class BackendConformance:
         return {}
 
     @pytest.fixture(autouse=True)
-    def _gated(self, request: pytest.FixtureRequest) -> None:
+    def _gated(self, request: pytest.FixtureRequest, measured: dict[str, Any]) -> None:
         test = getattr(request.node, "originalname", request.node.name)
+        try:
+            info = resolve(discover(), "backend", self.backend_name)
+            unusable = why_not_here(info, self.device_type)
+        except EplbError as error:
+            unusable = str(error)
+        if unusable is not None:
+            _stop(request, measured, unusable)
         capability = getattr(getattr(type(self), test, None), _GATE, None)
-        if capability is not None and getattr(_declared(self.backend_name), capability) is not True:
+        if capability is not None and getattr(info, capability) is not True:
             pytest.skip(f"{self.backend_name} does not declare {capability}")
+        if "ranks" in request.fixturenames:
+            self._stop_unless_it_can_be_built(request, measured, info, test)
         if test in self.excused:
             request.applymarker(pytest.mark.xfail(reason=self.excused[test], strict=True))
+
+    def _stop_unless_it_can_be_built(
+        self, request: pytest.FixtureRequest, measured: dict[str, Any], info: BackendInfo, test: str
+    ) -> None:
+        whole, built = "test_the_class_is_whole", "test_a_communicator_can_be_built"
+        lacks = _what_it_lacks(info)
+        if lacks and whole not in self.excused:
+            _stop(request, measured, f"{whole} fails:\n{lacks}", shown_by=whole)
+        if test == built:
+            return
+        problem = self._problem_of_building(request.getfixturevalue("ranks"), self._subject(info), measured)
+        if problem and built not in self.excused:
+            _stop(request, measured, f"{built} fails:\n{problem}", shown_by=built)
+
+    def _problem_of_building(self, ranks: RankPool, subject: Subject, measured: dict[str, Any]) -> str:
+        if "building" not in measured:
+            try:
+                ranks.run(scenarios_growth.is_built, subject, timeout_s=30)
+                problem = ""
+            except (Unmet, NotReached) as failed:
+                problem = str(failed)
+                if "device_group" in problem and not subject.device_group:
+                    problem += f"\n{_DEVICE_GROUP}"
+            measured["building"] = problem
+        return str(measured["building"])
 
     # --- the kit itself ----------------------------------------------------------------------------------------------
 
@@ -148,10 +207,7 @@ class BackendConformance:
         """Tests of the kit were dropped, replaced or deselected, so passing the rest proves nothing."""
         replaced = [n for n, test in kit_tests().items() if inspect.getattr_static(type(self), n, None) is not test]
         expect(not replaced, f"replaced or dropped: {replaced}")
-        collected = {
-            getattr(item, "originalname", item.name) for item in request.session.items if _class_of(item) is type(self)
-        }
-        left_out = sorted(set(kit_tests()) - collected)
+        left_out = sorted(set(kit_tests()) - _tests_of(request))
         expect(not left_out, f"not collected: {left_out}")
 
     # --- what the plugin declares ------------------------------------------------------------------------------------
@@ -181,15 +237,14 @@ class BackendConformance:
     @_kit
     def test_the_class_is_whole(self, info: BackendInfo) -> None:
         """The class lacks a hook, its decorator, a method or an attribute; building a communicator fails or guesses."""
-        cls = load_target(info.target)
-        undecorated = [hook for hook in _HOOKS if not hasattr(getattr(cls, hook, None), "eplb_impl")]
-        expect(not undecorated, f"missing, or without @hookimpl: {undecorated}")
-        missing = [name for name in _METHODS if not callable(getattr(cls, name, None))]
-        missing += [] if hasattr(cls, "shared_options") else ["shared_options"]
-        expect(not missing, f"missing: {missing}")
-        layouts, devices = ("rows", "packed_by_peer"), ("weights", "host")
-        expect(getattr(cls, "landing_layout", None) in layouts, f"landing_layout must be one of {layouts}")
-        expect(getattr(cls, "landing_device", None) in devices, f"landing_device must be one of {devices}")
+        lacks = _what_it_lacks(info)
+        expect(not lacks, lacks)
+
+    @_kit
+    def test_a_communicator_can_be_built(self, ranks: RankPool, subject: Subject, measured: dict[str, Any]) -> None:
+        """The constructor or `register_buffers` raises, or never returns: no host gets as far as a transfer."""
+        problem = self._problem_of_building(ranks, subject, measured)
+        expect(not problem, problem)
 
     @_kit
     def test_unknown_options_are_refused(self, info: BackendInfo) -> None:
@@ -201,7 +256,7 @@ class BackendConformance:
             model(**{**(self.options or {}), "no_such_option_of_any_backend": 1})
         except ValueError:
             return
-        raise AssertionError(f"{model.__name__} accepts an option that it does not have; set extra='forbid'")
+        raise Unmet(f"{model.__name__} accepts an option that it does not have; set extra='forbid'")
 
     @_kit
     def test_equal_ranks_fit_together(self, ranks: RankPool, subject: Subject) -> None:
@@ -300,7 +355,7 @@ class BackendConformance:
             following = maps[-1].copy()
             following[:, [first, second]] = following[:, [second, first]]
             maps.append(following)
-        ranks.run(scenarios_bytes.rearranges, subject, maps, [[64], [64]], world_size=3)
+        ranks.run(scenarios_bytes.rearranges, subject, maps, [[64], [64]], None, 1, world_size=3)
 
     @_kit
     def test_receipts_count_the_bytes(self, ranks: RankPool, subject: Subject) -> None:
@@ -366,28 +421,36 @@ class BackendConformance:
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
-    def _story_of_a_peer_that_never_starts(self, ranks: RankPool, subject: Subject) -> dict[str, Any]:
-        story: dict[str, Any] = ranks.run(scenarios_failure.waits_for_nobody, subject, timeout_s=12)[0]
-        return story
-
     @_kit
     def test_wait_keeps_its_limit(self, ranks: RankPool, subject: Subject) -> None:
         """`wait` outlasts its `timeout_s`: an engine whose peer hangs, hangs with it."""
-        story = self._story_of_a_peer_that_never_starts(ranks, subject)
+        story, peer = ranks.run(scenarios_failure.waits_for_nobody, subject, True, timeout_s=25)
         limit_s = scenarios_failure.LIMIT_S
+        expect("outlasted" not in peer, peer.get("outlasted", ""))
         expect(story["seconds"] < limit_s + 2, f"wait(timeout_s={limit_s}) took {story['seconds']:.1f} s")
 
     @_kit
     def test_wait_never_swallows_a_failure(self, ranks: RankPool, subject: Subject) -> None:
         """`wait` returns a receipt for rows that never came: garbage is committed on every rank."""
-        story = self._story_of_a_peer_that_never_starts(ranks, subject)
-        missing = story.get("missing", [])
-        expect(not missing, f"the peer never started, and wait returned without (tensor, row) {missing[:8]}")
+        runs: tuple[tuple[str, Callable[..., Any], int, tuple[int, ...]], ...] = (
+            ("the peer never started", scenarios_failure.waits_for_nobody, 2, ()),
+            ("the peer never started and another rank died", scenarios_failure.waits_beside_a_death, 3, (2,)),
+        )
+        for what, scenario, world_size, without in runs:
+            story, peer = ranks.run(scenario, subject, world_size=world_size, timeout_s=25, without=without)[:2]
+            if "outlasted" in peer:
+                raise NotReached(f"{PREFIX}{peer['outlasted']}")
+            missing = story.get("missing", [])
+            expect(not missing, f"{what}, and wait returned without an error and without (tensor, row) {missing[:8]}")
 
     @_kit
     def test_failures_are_typed(self, ranks: RankPool, subject: Subject) -> None:
         """A failure comes as a bare exception: hosts cannot tell it, and 'eplb explain' has nothing to say."""
-        story = self._story_of_a_peer_that_never_starts(ranks, subject)
+        story, peer = ranks.run(scenarios_failure.waits_for_nobody, subject, timeout_s=25)
+        if "outlasted" in peer:
+            raise NotReached(f"{PREFIX}{peer['outlasted']}")
+        if story.get("missing"):
+            raise NotReached(f"{PREFIX}the peer never started, and wait raised nothing")
         expect(story.get("typed", True), f"the limit ran out, and wait raised {story['error']}: {story.get('text')}")
 
     @_kit
@@ -543,27 +606,40 @@ def gate_of(name: str) -> str | None:
     return gate
 
 
-def _declared(name: str) -> BackendInfo:
-    catalog = discover()
-    info = catalog.backends.get(name)
-    if info is None:
-        failures = "; ".join(map(str, catalog.failures)) or "none"
-        conflict = catalog.conflicts.get(("backend", name))
-        reason = f"claimed by {' and '.join(map(str, conflict))}" if conflict else f"plugins that failed: {failures}"
-        pytest.fail(f"no backend {name!r} is installed ({reason})", pytrace=False)
-    why_not = info.available() if info.available is not None else None
-    if why_not:
-        pytest.fail(f"{name} is not usable here: {why_not}. {info.install_hint}", pytrace=False)
-    return info
+def _what_it_lacks(info: BackendInfo) -> str:
+    """Return what keeps a backend's class from being one; empty when it is whole."""
+    try:
+        cls = load_target(info.target)
+    except Exception as error:
+        return f"{info.target} cannot be imported: {told(error)}"
+    undecorated = [hook for hook in _HOOKS if not hasattr(getattr(cls, hook, None), "eplb_impl")]
+    if undecorated:
+        return f"missing, or without @hookimpl: {undecorated}"
+    missing = [name for name in _METHODS if not callable(getattr(cls, name, None))]
+    missing += [] if hasattr(cls, "shared_options") else ["shared_options"]
+    if missing:
+        return f"missing: {missing}"
+    for attribute, known in (("landing_layout", ("rows", "packed_by_peer")), ("landing_device", ("weights", "host"))):
+        if getattr(cls, attribute, None) not in known:
+            return f"{attribute} must be one of {known}"
+    return ""
 
 
-def _device_type(info: BackendInfo) -> str:
-    if "*" in info.device_types or "cpu" in info.device_types:
-        return "cpu"
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None and accelerator.type in info.device_types:
-        return accelerator.type
-    pytest.skip(f"needs a device of {', '.join(info.device_types)}")
+def _stop(request: pytest.FixtureRequest, measured: dict[str, Any], reason: str, shown_by: str = "") -> NoReturn:
+    """Skip a test that cannot be run; where no test that is run shows the reason, the first one of them fails."""
+    brief = reason.splitlines()[0].rstrip(":")
+    seen = shown_by in _tests_of(request)
+    request.node.user_properties.append((NOT_RUN, brief if seen else reason))
+    if not seen and "stopped" not in measured:
+        measured["stopped"] = reason
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(f"not run: {brief}")
+
+
+def _tests_of(request: pytest.FixtureRequest) -> set[str]:
+    """Return the tests of a test's class that this session runs."""
+    cls = request.node.cls
+    return {getattr(item, "originalname", item.name) for item in request.session.items if _class_of(item) is cls}
 
 
 def _class_of(item: pytest.Item) -> type | None:

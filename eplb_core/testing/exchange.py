@@ -12,16 +12,11 @@ import torch
 from eplb_core.communicator import Communicator
 from eplb_core.config import EPLBConfig
 from eplb_core.plan import TransferPlan, check_maps, plan_moves
+from eplb_core.testing.expectation import reach
 from eplb_core.testing.model import Map, Model, shuffles
 from eplb_core.testing.pool import Stage, Subject
 
 PATTERN = 0xA5
-
-
-def expect(holds: bool, text: str) -> None:
-    """Raise AssertionError with `text` unless it holds; unlike an assert, under ``python -O`` too."""
-    if not holds:
-        raise AssertionError(text)
 
 
 def communicator(
@@ -107,6 +102,23 @@ class Exchange:
             max_ops_per_batch=made.config.max_ops_per_batch,
             migration_batching=False,
         )
+
+    def complete(self) -> None:
+        """Exchange a layer in slot 0 as ever, on all ranks, so that what follows meets a backend that has worked."""
+        plan = self.plan()
+        self.hooks.wait(self.hooks.transfer(plan), 10.0)
+        missing = self.missing(plan)
+        self.meet()
+        reach(not missing, f"an exchange in which nothing is amiss left (tensor, row) {missing[:8]} out")
+
+    def renew(self) -> None:
+        """Have the host write other weights, on all ranks: bytes of an earlier exchange are then wrong everywhere."""
+        self.model.version += 1
+        self.model.fill(self.maps[0])
+        if self.model.device != "cpu":
+            torch.get_device_module(self.model.device).synchronize()
+        self.session.landing.slots[0].zero_()
+        self.meet()
 
     def missing(self, plan: TransferPlan, *, new: int = 1) -> list[tuple[int, int]]:
         """Return (tensor, row) of what the plan receives and landing memory does not hold."""

@@ -34,6 +34,7 @@ class Model:
         self.rank = rank
         self.num_rows = num_rows
         self.version = version
+        self.device = device
         self.weights = [
             [torch.empty(num_rows, n, dtype=torch.uint8, device=device) for n in layer] for layer in row_nbytes
         ]

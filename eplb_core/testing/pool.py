@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -14,6 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from eplb_core.control import ControlPlane
+from eplb_core.testing.course import Course
+from eplb_core.testing.expectation import PREFIX, NotReached, UnheardError, Unmet, told
 from eplb_core.testing.ranks import Rank, Ranks
 
 _GRACE_S = 3.0
@@ -88,15 +89,36 @@ class Stage:
 
     def hear(self, word: str, timeout_s: float = 15.0, pump: Callable[[], object] | None = None) -> None:
         """Wait until a rank has said a word, calling `pump` meanwhile, as the core does while it votes."""
+        unheard = UnheardError(f"rank {self.rank} did not hear {word!r} within {timeout_s:.0f} s")
         if pump is None:
-            self._store.wait([word], timedelta(seconds=timeout_s))
+            try:
+                self._store.wait([word], timedelta(seconds=timeout_s))
+            except dist.DistStoreError:
+                raise unheard from None
             return
         until = time.monotonic() + timeout_s
         while not self._store.check([word]):
             pump()
             if time.monotonic() > until:
-                raise TimeoutError(f"rank {self.rank} did not hear {word!r} within {timeout_s:.0f} s")
+                raise unheard
             time.sleep(5e-4)
+
+    @contextmanager
+    def inside(self, call: str, *, judged: bool = False) -> Iterator[None]:
+        """Let the pool know that this rank is in a call of the backend, from which it may not come back.
+
+        Parameters
+        ----------
+        call : str
+            How it is shown: "rank 0 is still in `call` after 8 s".
+        judged : bool
+            Is that it comes back what the test at hand is about?
+        """
+        self._rank.tell(("inside", (call, judged)))
+        try:
+            yield
+        finally:
+            self._rank.tell(("inside", None))
 
     def meet(self, pump: Callable[[], object] | None = None) -> None:
         """Wait until every rank of the scenario is here."""
@@ -153,8 +175,10 @@ class RankPool:
 
         Raises
         ------
-        AssertionError
-            It failed on a rank (the message says how), or did not end in time.
+        Unmet
+            What the scenario expects does not hold on a rank; the message says on which, and how.
+        NotReached
+            A rank raised, died, or did not end in time, before that could be seen.
         """
         if self._ranks is None:
             self._ranks = Ranks(self._world_size, serve, env=self._env, daemon=True)
@@ -165,32 +189,32 @@ class RankPool:
         for rank in range(world_size):
             ranks.tell(rank, (f"run{self._runs}", world_size, scenario, args))
         values: dict[int, Any] = dict.fromkeys(without)
-        failures: dict[int, str] = {}
+        course = Course(timeout_s)
         until = time.monotonic() + timeout_s
-        while len(values) + len(failures) < world_size:
+        while len(values) + len(course.failures) < world_size:
             for rank in range(world_size):
-                if rank in values or rank in failures:
+                if rank in values or rank in course.failures:
                     continue
                 try:
                     kind, value = ranks.hear(rank, 0.01)
                 except TimeoutError:
                     continue
-                except AssertionError as ended:
-                    kind, value = "failed", str(ended)
+                except AssertionError:
+                    kind, value = "died", "its process ended: a crash of native code, or an exit"
                 if kind == "value":
                     values[rank] = value
+                elif kind == "inside":
+                    course.goes(rank, value)
                 else:
-                    failures[rank] = value
+                    course.failures[rank] = (kind, value)
                     until = min(until, time.monotonic() + _GRACE_S)
-            if time.monotonic() > until:
+            silent = [rank for rank in range(world_size) if rank not in values and rank not in course.failures]
+            if time.monotonic() > until or course.explained_by(silent):
                 break
-        silent = [rank for rank in range(world_size) if rank not in values and rank not in failures]
-        if failures or silent:
+        silent = [rank for rank in range(world_size) if rank not in values and rank not in course.failures]
+        if course.failures or silent:
             self.close()
-            texts = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
-            if silent:
-                texts.append(f"rank(s) {silent} did not end within {timeout_s:.0f} s or after the others failed")
-            raise AssertionError("\n".join(texts))
+            raise course.verdict(silent)
         if without:
             self.close()
         return [values[rank] for rank in range(world_size)]
@@ -230,12 +254,13 @@ def serve(rank: Rank) -> None:
         namespace, world_size, scenario, args = order
         try:
             value = scenario(Stage(rank, world_size, namespace), *args)
+        except Unmet as error:
+            rank.tell(("unmet", str(error)))
+        except NotReached as error:
+            rank.tell(("not reached", str(error).removeprefix(PREFIX)))
+        except UnheardError as error:
+            rank.tell(("unheard", str(error)))
         except Exception as error:
-            rank.tell(("failed", _told(error)))
+            rank.tell(("raised", told(error)))
         else:
             rank.tell(("value", value))
-
-
-def _told(error: Exception) -> str:
-    """Return a failed check as its own text, anything else as a traceback."""
-    return str(error) if isinstance(error, AssertionError) else "".join(traceback.format_exception(error))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 from eplb_core.errors import ConfigError
-from eplb_core.testing.exchange import communicator, expect
+from eplb_core.testing.exchange import communicator
+from eplb_core.testing.expectation import expect, expecting, reach
 from eplb_core.testing.model import Map, Model, shuffles
 from eplb_core.testing.pool import Stage, Subject
 
@@ -21,8 +23,12 @@ def rearranges(
     maps: Sequence[Any],
     row_nbytes: Sequence[Sequence[int]],
     fields: dict[str, Any] | None = None,
+    judged_after: int | None = None,
 ) -> int:
-    """Go through placements and look at every row after each; return the bytes that the reports count."""
+    """Go through placements and look at every row after each; return the bytes that the reports count.
+
+    After so many placements that were reached, `judged_after`, one that raises is what the test at hand is about.
+    """
     placements: list[Map] = [np.array(placement, dtype=np.int64) for placement in maps]
     num_rows = placements[0].shape[1] // stage.world_size
     model = Model(stage.rank, num_rows, row_nbytes, subject.device_type)
@@ -30,7 +36,9 @@ def rearranges(
     received = 0
     with communicator(stage, subject, model.weights, **(fields or {})) as comm:
         for number, (old, new) in enumerate(itertools.pairwise(placements)):
-            received += comm.rearrange(old, new).nbytes_received
+            judged = judged_after is not None and number >= judged_after
+            with _judging(judged, f"after {number} placements, the next one raised"):
+                received += comm.rearrange(old, new).nbytes_received
             wrong = model.wrong_rows(new)
             expect(not wrong, f"placement {number + 1}: wrong bytes in (layer, tensor, row) {wrong[:8]}")
     return received
@@ -67,7 +75,9 @@ def moves_scalars_and_empty_rows(stage: Stage, subject: Subject) -> None:
     experts = torch.arange(8, dtype=torch.float32)
     every = [experts[:, None].expand(8, 0).contiguous(), experts + 0.5, experts.to(torch.uint8)[:, None] + 7]
     weights = [tensor[old[0, mine]].to(subject.device_type) for tensor in every]
-    with communicator(stage, subject, [weights]) as comm:
+    rearranges(stage, subject, [old, new], [[64, 24, 8]])
+    amiss = "rows of 64 bytes travel; a scalar beside empty rows and rows of one byte raised"
+    with expecting(amiss), communicator(stage, subject, [weights], name="scalars") as comm:
         comm.rearrange(old, new)
     for number, (tensor, whole) in enumerate(zip(weights, every, strict=True)):
         expect(
@@ -90,12 +100,15 @@ def lands_in_the_hosts_memory(stage: Stage, subject: Subject) -> None:
     model = Model(stage.rank, 4, [[64, 32]] * 3, subject.device_type)
     model.fill(maps[0])
     landing = [[torch.empty_like(tensor) for tensor in model.weights[0]] for _ in range(2)]
+    with communicator(stage, subject, model.weights, name="landing of its own") as comm:
+        comm.rearrange(maps[0], maps[1])
+        comm.rearrange(maps[1], maps[0])
     try:
         comm = communicator(stage, subject, model.weights, landing=landing)
     except ConfigError as error:
         expect(error.code == "EPLB-C010", f"refused with {error.code} instead of EPLB-C010")
         return
-    with comm:
+    with comm, expecting("with landing= of the host, what works without it raised"):
         comm.rearrange(maps[0], maps[1])
         comm.rearrange(maps[1], maps[2])
     wrong = model.wrong_rows(maps[2])
@@ -125,7 +138,12 @@ def keeps_communicators_apart(stage: Stage, subject: Subject) -> None:
     for number, model in enumerate(models):
         model.fill(maps[0])
         comms.append(communicator(stage, subject, model.weights, name=f"model{number}"))
-    with comms[0], comms[1]:
+        if number == 0:
+            comms[0].rearrange(*maps)
+            comms[0].rearrange(*reversed(maps))
+            wrong = model.wrong_rows(maps[0])
+            reach(not wrong, f"one communicator alone: wrong bytes in (layer, tensor, row) {wrong[:8]}")
+    with comms[0], comms[1], expecting("one communicator works alone; two of them, taking turns, raised"):
         generations = [comm.begin(*maps) for comm in comms]
         for layer in generations[0].layers:
             for generation in generations:
@@ -146,7 +164,12 @@ def lives_again(stage: Stage, subject: Subject) -> None:
     for version in range(3):
         model = Model(stage.rank, 4, [[72, 16]] * 2, subject.device_type, version)
         model.fill(maps[0])
-        with communicator(stage, subject, model.weights, control=control) as comm:
+        judging = _judging(version > 0, f"{version} communicators were closed, and the next one raised")
+        with judging, communicator(stage, subject, model.weights, control=control) as comm:
             comm.rearrange(*maps)
         wrong = model.wrong_rows(maps[1])
-        expect(not wrong, f"life {version}: wrong bytes in (layer, tensor, row) {wrong[:8]}")
+        (expect if version else reach)(not wrong, f"life {version}: wrong bytes in (layer, tensor, row) {wrong[:8]}")
+
+
+def _judging(judged: bool, text: str) -> AbstractContextManager[None]:
+    return expecting(text) if judged else nullcontext()

@@ -2,43 +2,79 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
 
 from eplb_core.backend import PeerMetadata
 from eplb_core.errors import EplbError
-from eplb_core.testing.exchange import Exchange, communicator, expect
+from eplb_core.testing.exchange import Exchange, communicator
+from eplb_core.testing.expectation import UnheardError, expect, expecting, reach
 from eplb_core.testing.faults import FaultInjector
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.pool import Stage, Subject
 
 LIMIT_S = 0.6
+LIMIT_BESIDE_A_DEATH_S = 3.0
 
 
-def waits_for_nobody(stage: Stage, subject: Subject) -> dict[str, Any]:
-    """Wait, with a short limit, for a peer that never starts; say how that ended on rank 0."""
+def waits_for_nobody(stage: Stage, subject: Subject, limit_is_judged: bool = False) -> dict[str, Any]:
+    """After a whole exchange, wait in its slot for a peer that never starts; say how that ended on rank 0."""
     with Exchange(stage, subject) as exchange:
-        stage.meet()
-        story: dict[str, Any] = {}
+        exchange.complete()
+        exchange.renew()
         if stage.rank == 0:
-            plan = exchange.plan()
-            exchange.session.landing.slots[0].zero_()
-            handle = exchange.hooks.transfer(plan)
-            started = time.monotonic()
-            try:
-                exchange.hooks.wait(handle, LIMIT_S)
-            except Exception as error:
-                story = {"error": type(error).__name__, "typed": isinstance(error, EplbError), "text": str(error)}
-            else:
-                story = {"error": "", "missing": exchange.missing(plan)}
-            story["seconds"] = time.monotonic() - started
-            stage.say("rank 0 is done")
-        else:
-            stage.hear("rank 0 is done", 8.0)
-    return story
+            return _wait_for_a_peer_that_does_not_come(exchange, LIMIT_S, limit_is_judged)
+        return _stay_away(exchange, LIMIT_S, 8.0)
+
+
+def waits_beside_a_death(stage: Stage, subject: Subject) -> dict[str, Any]:
+    """Wait for a peer that never starts while a third rank dies; say how that ended on rank 0.
+
+    Every ballot but that of rank 0 may be in by then: what its `wait` says decides.
+    """
+    old = np.arange(12)[None].repeat(2, 0)
+    new = old[:, [4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11]]
+    with Exchange(stage, subject, maps=[old, new]) as exchange:
+        exchange.complete()
+        exchange.renew()
+        if stage.rank == 0:
+            stage.say("rank 0 waits")
+            return _wait_for_a_peer_that_does_not_come(exchange, LIMIT_BESIDE_A_DEATH_S)
+        if stage.rank == 1:
+            return _stay_away(exchange, LIMIT_BESIDE_A_DEATH_S, 10.0)
+        stage.hear("rank 0 waits")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
+def _wait_for_a_peer_that_does_not_come(exchange: Exchange, limit_s: float, judged: bool = False) -> dict[str, Any]:
+    plan = exchange.plan(generation=2)
+    handle = exchange.hooks.transfer(plan)
+    started = time.monotonic()
+    try:
+        with exchange.stage.inside(f"wait(timeout_s={limit_s:g})", judged=judged):
+            exchange.hooks.wait(handle, limit_s)
+    except Exception as error:
+        story = {"error": type(error).__name__, "typed": isinstance(error, EplbError), "text": str(error)}
+    else:
+        # Who reads its peer's live rows needs nothing of it; then the rows are there, as the host last wrote them.
+        story = {"error": "", "missing": exchange.missing(plan)}
+    exchange.stage.say("rank 0 is done")
+    return story | {"seconds": time.monotonic() - started}
+
+
+def _stay_away(exchange: Exchange, limit_s: float, patience_s: float) -> dict[str, Any]:
+    """Start nothing until rank 0's wait has ended, or has lasted so long that it may never end."""
+    try:
+        exchange.stage.hear("rank 0 is done", patience_s)
+    except UnheardError:
+        return {"outlasted": f"rank 0 is still in wait(timeout_s={limit_s:g}) after {patience_s:.0f} s"}
+    return {}
 
 
 def hears_that_a_peer_gave_up(stage: Stage, subject: Subject) -> None:
@@ -46,55 +82,64 @@ def hears_that_a_peer_gave_up(stage: Stage, subject: Subject) -> None:
     maps = shuffles(2, 1, stage.world_size, 4, seed=9)
     model = Model(stage.rank, 4, [[64, 24]], subject.device_type)
     model.fill(maps[0])
-    observers = [FaultInjector("transfer", "raise")] if stage.rank == 1 else []
+    observers = [FaultInjector("transfer", "raise", generation=2)] if stage.rank == 1 else []
     comm = communicator(stage, subject, model.weights, observers=observers, timeout_s=10)
+    comm.rearrange(*maps)
     started = time.monotonic()
     try:
-        comm.rearrange(*maps)
+        with stage.inside("a rearrangement that rank 1 gave up", judged=True):
+            comm.rearrange(maps[1], maps[0])
         text = ""
     except EplbError as error:
         text = str(error)
     seconds = time.monotonic() - started
+    wrong = model.wrong_rows(maps[1])
     comm.close(force=True)
     expect("injected in transfer" in text, f"the reason of the rank that gave up did not arrive: {text!r}")
     expect(seconds < 7, f"it took {seconds:.1f} s to learn that rank 1 gave up; wait must consult context.cancelled()")
+    expect(not wrong, f"rank 1 gave up, and (layer, tensor, row) {wrong[:8]} changed")
 
 
 def stays_usable_after_an_abort(stage: Stage, subject: Subject) -> None:
     """Abort one rearrangement on all ranks; whatever was drained, the next one (after rebuild, if need be) is exact."""
-    maps = shuffles(2, 3, stage.world_size, 4, seed=10)
+    maps = shuffles(3, 3, stage.world_size, 4, seed=10)
     model = Model(stage.rank, 4, [[64, 24]] * 3, subject.device_type)
     model.fill(maps[0])
-    observers = [FaultInjector("wait", "raise", layer=1)] if stage.rank == 1 else []
+    observers = [FaultInjector("wait", "raise", generation=2, layer=1)] if stage.rank == 1 else []
     with communicator(stage, subject, model.weights, observers=observers) as comm:
-        held, failed = maps[0], ""
+        comm.rearrange(maps[0], maps[1])
+        wrong = model.wrong_rows(maps[1])
+        reach(not wrong, f"wrong bytes in (layer, tensor, row) {wrong[:8]} before anything was aborted")
+        held, failed = maps[1], ""
         try:
-            comm.rearrange(*maps)
+            comm.rearrange(maps[1], maps[2])
         except EplbError as error:
             failed = str(error)
             if error.report is not None:
                 held = error.report.physical_to_logical_map
-        expect("injected in wait" in failed, f"a rank raised, and this one heard {failed!r}")
+        reach("injected in wait" in failed, f"a rank raised, and this one heard {failed!r}")
         wrong = model.wrong_rows(held)
         expect(not wrong, f"after the abort (layer, tensor, row) {wrong[:8]} are on neither placement")
         try:
-            comm.rearrange(held, maps[1])
+            comm.rearrange(held, maps[2])
         except EplbError as error:
             expect(error.code == "EPLB-T004", f"after the abort: {error}")
-            comm.rebuild(15, device_group=stage.device_group(subject))
-            comm.rearrange(held, maps[1])
-        wrong = model.wrong_rows(maps[1])
+            with expecting("after the abort, a rebuild and the next rearrangement raised"):
+                comm.rebuild(15, device_group=stage.device_group(subject))
+                comm.rearrange(held, maps[2])
+        wrong = model.wrong_rows(maps[2])
         expect(not wrong, f"in the rearrangement after the abort: wrong bytes in (layer, tensor, row) {wrong[:8]}")
 
 
 def drains_what_it_says_it_drained(stage: Stage, subject: Subject) -> None:
     """Abort a transfer whose peer has not started; when that says drained, landing memory is never written again."""
     with Exchange(stage, subject) as exchange:
-        stage.meet()
+        exchange.complete()
         if stage.rank == 0:
-            handle = exchange.hooks.transfer(exchange.plan())
+            handle = exchange.hooks.transfer(exchange.plan(generation=2))
             started = time.monotonic()
-            drained = exchange.backend.abort(handle, "the kit aborts")
+            with stage.inside("abort", judged=True), expecting("abort raised"):
+                drained = exchange.backend.abort(handle, "the kit aborts")
             seconds = time.monotonic() - started
             exchange.paint(0)
             stage.say("aborted")
@@ -111,7 +156,7 @@ def drains_what_it_says_it_drained(stage: Stage, subject: Subject) -> None:
         else:
             stage.hear("aborted", 20.0)
             with suppress(EplbError):  # its peer is gone: that is no fault of this rank's
-                exchange.hooks.wait(exchange.hooks.transfer(exchange.plan()), LIMIT_S)
+                exchange.hooks.wait(exchange.hooks.transfer(exchange.plan(generation=2)), LIMIT_S)
             stage.say("started late")
             stage.hear("looked", 20.0)
 
@@ -119,11 +164,12 @@ def drains_what_it_says_it_drained(stage: Stage, subject: Subject) -> None:
 def closes_at_once(stage: Stage, subject: Subject) -> None:
     """Close by force with a transfer in flight whose peer has not started."""
     exchange = Exchange(stage, subject)
-    stage.meet()
+    exchange.complete()
     if stage.rank == 0:
-        exchange.hooks.transfer(exchange.plan())
+        exchange.hooks.transfer(exchange.plan(generation=2))
     started = time.monotonic()
-    exchange.comm.close(force=True)
+    with stage.inside("close(force=True)", judged=True), expecting("close(force=True) raised"):
+        exchange.comm.close(force=True)
     seconds = time.monotonic() - started
     stage.meet()
     expect(seconds < 2.0, f"close(force=True) took {seconds:.1f} s; under 2 s is its limit")
@@ -135,24 +181,29 @@ def loses_a_rank(stage: Stage, subject: Subject) -> dict[str, Any]:
     maps = shuffles(2, 2, world, 4, seed=11)
     model = Model(stage.rank, 4, [[64, 24]] * 2, subject.device_type)
     model.fill(maps[0])
-    observers = [FaultInjector("transfer", "kill", layer=1)] if stage.rank == dead else []
+    observers = [FaultInjector("transfer", "kill", generation=2, layer=1)] if stage.rank == dead else []
     comm = communicator(stage, subject, model.weights, observers=observers, timeout_s=15)
+    comm.rearrange(*maps)
+    wrong = model.wrong_rows(maps[1])
+    reach(not wrong, f"wrong bytes in (layer, tensor, row) {wrong[:8]} before anyone died")
     story: dict[str, Any] = {"error": "", "text": ""}
     started = time.monotonic()
     try:
-        comm.rearrange(*maps)
+        with stage.inside(f"a rearrangement in which rank {dead} died", judged=True):
+            comm.rearrange(maps[1], maps[0])
     except EplbError as error:
         story |= {"error": type(error).__name__, "text": str(error)}
     story["seconds"] = time.monotonic() - started
     held = comm.report.physical_to_logical_map
     story["mixed"] = model.wrong_rows(held)
-    held = comm.rebuild(
-        8, ranks=range(dead), device_group=stage.device_group(subject, range(dead))
-    ).physical_to_logical_map.copy()
+    group = stage.device_group(subject, range(dead))
+    with stage.inside("rebuild", judged=True), expecting(f"rank {dead} died, and rebuild without it raised"):
+        held = comm.rebuild(8, ranks=range(dead), device_group=group).physical_to_logical_map.copy()
     held[:, dead * 4 :] = -1
     wanted = held.copy()
     wanted[:, : dead * 4] = held[:, : dead * 4][:, ::-1]
-    comm.rearrange(held, wanted)
+    with expecting("after the rebuild, rearrange raised"):
+        comm.rearrange(held, wanted)
     story["after"] = model.wrong_rows(wanted)
     comm.close()
     return story
@@ -177,7 +228,8 @@ def refuses_foreign_metadata(stage: Stage, subject: Subject) -> list[str]:
                 strangers = {name: payload for name, payload in strangers.items() if payload}
             for name, payload in strangers.items():
                 try:
-                    exchange.hooks.exchange_metadata(local, [PeerMetadata(1, payload)])
+                    with stage.inside(f"exchange_metadata ({name})", judged=True):
+                        exchange.hooks.exchange_metadata(local, [PeerMetadata(1, payload)])
                 except EplbError:
                     continue
                 except Exception as error:
@@ -212,11 +264,12 @@ def joins_late(stage: Stage, subject: Subject) -> None:
         comm.rearrange(alone, other)
         comm.rearrange(other, alone)
         stage.say("the others are at work")
-    comm.rebuild(20, ranks=range(world), device_group=group)
-    model.fill(maps[0])
-    stage.meet()
-    comm.rearrange(maps[0], maps[1])
-    comm.rearrange(maps[1], maps[2])
+    with expecting("a rank came later, and what all then did together raised"):
+        comm.rebuild(20, ranks=range(world), device_group=group)
+        model.fill(maps[0])
+        stage.meet()
+        comm.rearrange(maps[0], maps[1])
+        comm.rearrange(maps[1], maps[2])
     wrong = model.wrong_rows(maps[2])
     comm.close()
     expect(not wrong, f"after a rank joined: wrong bytes in (layer, tensor, row) {wrong[:8]}")
@@ -229,9 +282,11 @@ def meets_peers_one_by_one(stage: Stage, subject: Subject) -> None:
     held = np.arange(2 * world)[None]
     model.fill(held)
     with communicator(stage, subject, model.weights) as comm:
-        for first, second in ((0, 1), (1, 2), (0, 2), (0, 1)):
+        for number, (first, second) in enumerate(((0, 1), (1, 2), (0, 2), (0, 1))):
             wanted = held.copy()
             wanted[0, [2 * first, 2 * second]] = held[0, [2 * second, 2 * first]]
-            held = comm.rearrange(held, wanted).physical_to_logical_map
+            exchanged = f"ranks {first} and {second} exchanged, {number} other pairs before them"
+            with expecting(f"{exchanged}, which raised") if number else nullcontext():
+                held = comm.rearrange(held, wanted).physical_to_logical_map
             wrong = model.wrong_rows(held)
-            expect(not wrong, f"ranks {first} and {second} exchanged: wrong bytes in {wrong[:8]}")
+            (expect if number else reach)(not wrong, f"{exchanged}: wrong bytes in (layer, tensor, row) {wrong[:8]}")

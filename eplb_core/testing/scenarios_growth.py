@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from eplb_core.testing.exchange import Exchange, communicator
+from eplb_core.testing.expectation import expecting
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.pool import Stage, Subject
 
@@ -92,6 +93,14 @@ def takes_memory(stage: Stage, subject: Subject, num_layers: int, row_nbytes: in
         landing = comm._session.landing.nbytes
         stage.meet()
     return {"layer": 4 * row_nbytes, "landing": landing, "grown": (after - before) << 10}
+
+
+def is_built(stage: Stage, subject: Subject) -> None:
+    """Build a communicator over a small model, connecting nothing."""
+    model = Model(stage.rank, 4, [[64, 24]], subject.device_type)
+    with stage.inside("its constructor or register_buffers", judged=True), expecting("it cannot be built"):
+        comm = communicator(stage, subject, model.weights)
+    comm.close(force=True)
 
 
 def describes_itself(stage: Stage, subject: Subject) -> dict[str, Any]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import inspect
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
-from eplb_core.testing.conformance import kit_tests
+from eplb_core.testing.conformance import NOT_RUN, kit_tests
+from eplb_core.testing.expectation import PREFIX, NotReached
 
-Outcome = Literal["passed", "failed", "not claimed"]
+Outcome = Literal["passed", "failed", "not reached", "not run", "not claimed"]
+GOOD: tuple[Outcome, ...] = ("passed", "not claimed")
 
 _MODULE = """from eplb_core.testing.conformance import BackendConformance
 
@@ -23,7 +27,10 @@ class TestConformance(BackendConformance):
     backend_name = {name!r}
     env = {env!r}
     device_type = {device_type!r}
+    device_group = {device_group!r}
 """
+
+_NOT_REACHED = "eplb not reached"
 
 
 @dataclass(frozen=True)
@@ -34,10 +41,12 @@ class Verdict:
     ----------
     test : str
         Its name, without ``test_``.
-    outcome : {"passed", "failed", "not claimed"}
-        "not claimed": the capability behind it is not declared, or its device is not here.
+    outcome : {"passed", "failed", "not reached", "not run", "not claimed"}
+        "not reached": the backend raised, or a rank was lost, before it could be seen whether it fails. "not run": what
+        another test shows, or what is missing here, leaves nothing to run. "not claimed": the capability behind it is
+        not declared. Only "passed" and "not claimed" are good (`GOOD`).
     meaning : str
-        What a failure means.
+        What it means when the outcome is "failed".
     detail : str
         How it failed, or why it did not run.
     seconds : float
@@ -56,6 +65,7 @@ def examine(
     *,
     env: Mapping[str, str] | None = None,
     device_type: str | None = None,
+    device_group: bool = False,
     tests: Sequence[str] = (),
     told: Callable[[Verdict], None] | None = None,
 ) -> list[Verdict]:
@@ -69,8 +79,10 @@ def examine(
         Environment of the ranks.
     device_type : str or None
         Where the weights live; None is the kit's choice.
+    device_group : bool
+        Give the backend a gloo group as the host's.
     tests : sequence of str
-        Names of kit tests, without ``test_``; none is all.
+        Names of kit tests, with or without ``test_``, or patterns of names (`fnmatch`); none is all.
     told : callable or None
         Called with each verdict as it falls.
 
@@ -82,28 +94,41 @@ def examine(
     Raises
     ------
     ValueError
-        The kit has no test of a name.
+        The kit has no test of a name; close ones are named.
     """
-    names = [f"test_{test.removeprefix('test_')}" for test in tests]
-    unknown = sorted(set(names) - set(kit_tests()))
-    if unknown:
-        raise ValueError(f"the kit has no {', '.join(unknown)}")
-    chosen = [test for test in kit_tests() if not names or test in names]
+    chosen = _chosen(tests)
     collector = _Collector(told)
     with tempfile.TemporaryDirectory(prefix="eplb-verify-") as folder:
         module = Path(folder) / "test_conformance.py"
-        module.write_text(_MODULE.format(name=name, env=dict(env or {}), device_type=device_type), encoding="utf-8")
+        text = _MODULE.format(name=name, env=dict(env or {}), device_type=device_type, device_group=device_group)
+        module.write_text(text, encoding="utf-8")
         settings = Path(folder) / "pytest.ini"  # of its own: the working directory's are not the kit's business
         settings.write_text("[pytest]\n", encoding="utf-8")
         plugins = ("-p", "no:terminal", "-p", "no:cacheprovider")
-        wanted = [f"{module}::TestConformance::{test}" for test in chosen] if names else [str(module)]
+        wanted = [f"{module}::TestConformance::{test}" for test in chosen] if tests else [str(module)]
         arguments = ["--import-mode=importlib", "-c", str(settings), "--rootdir", folder, *plugins, *wanted]
         pytest.main(arguments, plugins=[collector])
     verdicts = {verdict.test: verdict for verdict in collector.verdicts}
     missing = [test for test in chosen if test.removeprefix("test_") not in verdicts]
     for test in missing:
-        verdicts[test.removeprefix("test_")] = _verdict(test, "failed", f"it did not run: {collector.trouble}", 0.0)
+        verdicts[test.removeprefix("test_")] = _verdict(test, "not run", collector.trouble, 0.0)
     return [verdicts[test.removeprefix("test_")] for test in chosen]
+
+
+def _chosen(patterns: Sequence[str]) -> list[str]:
+    """Return the kit's tests that match one of the patterns, in the kit's order."""
+    names = [name.removeprefix("test_") for name in kit_tests()]
+    chosen: set[str] = set()
+    for pattern in patterns:
+        wanted = pattern.removeprefix("test_")
+        matching = fnmatch.filter(names, wanted)
+        if not matching:
+            within = [name for name in names if wanted.strip("*") in name]
+            close = dict.fromkeys([*difflib.get_close_matches(wanted, names, n=3, cutoff=0.5), *within[:5]])
+            guess = f"Close to it: {', '.join(close)}." if close else "Patterns such as 'wait*' are understood."
+            raise ValueError(f"the kit has no test {pattern!r}. {guess}")
+        chosen.update(matching)
+    return [f"test_{name}" for name in names if not patterns or name in chosen]
 
 
 class _Collector:
@@ -120,21 +145,33 @@ class _Collector:
         if report.failed:
             self.trouble = str(report.longrepr)
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
+        """Keep what a report does not say: that a test ended before it could look at what it is about."""
+        if call.excinfo is not None and isinstance(call.excinfo.value, NotReached):
+            item.user_properties.append((_NOT_REACHED, str(call.excinfo.value).removeprefix(PREFIX)))
+        return (yield)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take a test's first report that decides."""
         test = report.nodeid.rpartition("::")[2]
         if any(verdict.test == test.removeprefix("test_") for verdict in self.verdicts):
             return
         seconds = time.monotonic() - self._started
-        if report.skipped:
+        said = dict(report.user_properties)
+        if report.passed and report.when != "call":
+            return
+        if NOT_RUN in said:
+            verdict = _verdict(test, "not run", str(said[NOT_RUN]), seconds)
+        elif _NOT_REACHED in said:
+            verdict = _verdict(test, "not reached", str(said[_NOT_REACHED]), seconds)
+        elif report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
             verdict = _verdict(test, "not claimed", reason.removeprefix("Skipped: "), seconds)
         elif report.failed:
             verdict = _verdict(test, "failed", _failure_of(report), seconds)
-        elif report.when == "call":
-            verdict = _verdict(test, "passed", "", seconds)
         else:
-            return
+            verdict = _verdict(test, "passed", "", seconds)
         self._started = time.monotonic()
         self.verdicts.append(verdict)
         if self._told is not None:

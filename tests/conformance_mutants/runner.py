@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from eplb_core.testing.conformance import BackendConformance, gate_of, kit_tests
+from eplb_core.testing.expectation import Unmet
 from eplb_core.testing.pool import RankPool, Subject
 from eplb_core.testing.scaffold import new_backend
 
@@ -60,8 +61,8 @@ class Examination:
         self.pool = RankPool(3, env)
         self._measured: dict = {}
 
-    def failure_of(self, test: str) -> str | None:
-        """Return how a kit test fails, or None."""
+    def failure_of(self, test: str) -> BaseException | None:
+        """Return how a kit test fails, or None; only an `Unmet` says that what it is about does not hold."""
         from eplb_core.discovery import discover
 
         info = discover().backends[self.name]
@@ -76,7 +77,7 @@ class Examination:
         try:
             function(self.kit, **{name: fixtures[name] for name in wanted})
         except (AssertionError, pytest.fail.Exception) as failed:
-            return str(failed)
+            return failed
         return None
 
     def close(self) -> None:
@@ -107,15 +108,20 @@ def main() -> int:
             tests = applicable(name, mutant.declares if mutant else {})
             if given.only_meant and mutant:
                 tests = [meant]
-            examination, failed, started = Examination(name), [], time.monotonic()
+            examination, failed, started = Examination(name), {}, time.monotonic()
             try:
-                failed = [test for test in tests if examination.failure_of(test) is not None]
+                failed = {test: failure for test in tests if (failure := examination.failure_of(test)) is not None}
             finally:
                 examination.close()
-            caught = meant in failed if mutant else not failed
+            caught = isinstance(failed.get(meant), Unmet) if mutant else not failed
             escaped += [] if caught else [name]
-            others = [test.removeprefix("test_") for test in failed if test != meant]
-            shown = "-" if given.only_meant else f"{len(others)}: {', '.join(others)}" if others else "0"
+            others = [test for test in failed if test != meant]
+            unmet = [test.removeprefix("test_") for test in others if isinstance(failed[test], Unmet)]
+            shown = "-" if given.only_meant else ": ".join([str(len(unmet)), *filter(None, [", ".join(unmet)])])
+            if not given.only_meant and len(others) > len(unmet):
+                shown += f"; {len(others) - len(unmet)} not reached"
+            if not caught:
+                shown = str(failed.get(meant, failed))
             verdict = ("yes" if caught else "NO") if mutant else ("passes" if caught else "FAILS")
             seconds = time.monotonic() - started
             print(f"{name:<24}{mutant.test if mutant else '':<48}{verdict:<8}{seconds:8.1f}  {shown}", flush=True)

@@ -33,6 +33,12 @@ class NoAbort(Good):
     abort = None
 
 
+class FailsWhenBuilt(Good):
+    @hookimpl
+    def register_buffers(self, buffers):
+        return super().register_buffers(buffers.no_such_field)
+
+
 class Loose(BaseModel, extra="allow"):
     pause_s: float = 1e-4
 

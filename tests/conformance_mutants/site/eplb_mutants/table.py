@@ -42,6 +42,7 @@ MUTANTS = {
     ),
     "undecorated": Mutant("declared", "the_class_is_whole", "overrides a hook without @hookimpl"),
     "no_abort": Mutant("declared", "the_class_is_whole", "has no abort"),
+    "fails_when_built": Mutant("declared", "a_communicator_can_be_built", "raises in register_buffers"),
     "loose_options": Mutant(
         "declared", "unknown_options_are_refused", "takes any option", {"options": "eplb_mutants.declared:Loose"}
     ),
@@ -83,6 +84,12 @@ MUTANTS = {
     # failures
     "ignores_its_limit": Mutant("failing", "wait_keeps_its_limit", "ignores timeout_s"),
     "swallows_errors": Mutant("failing", "wait_never_swallows_a_failure", "returns a receipt after an error"),
+    "swallows_in_wait": Mutant(
+        "failing", "wait_never_swallows_a_failure", "goes on after the limit with whatever lies there"
+    ),
+    "swallows_cancelled": Mutant(
+        "failing", "wait_never_swallows_a_failure", "goes on after a cancellation with whatever lies there"
+    ),
     "bare_errors": Mutant("failing", "failures_are_typed", "raises TimeoutError"),
     "ignores_cancelled": Mutant("failing", "wait_ends_when_a_peer_gives_up", "never asks context.cancelled()"),
     "stays_broken": Mutant("failing", "an_abort_costs_no_weight", "says drained and fails from then on"),
