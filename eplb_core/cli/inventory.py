@@ -66,7 +66,7 @@ def take_inventory(
         "choice": {"name": None, "why": no_device} if no_device else _automatic_choice(catalog, use_async, device_type),
         "backends": [_backend(catalog, info, use_async, device_type, no_device) for info in catalog.backends.values()],
         "staging": [
-            _common(catalog, "staging", info, _first(why_unfit(info, device_type), no_device, info))
+            _common(catalog, "staging", info, why_unfit(info, device_type) or no_device)
             for info in catalog.staging.values()
         ],
         "policies": [_common(catalog, "policy", info, why_unavailable(info)) for info in catalog.policies.values()],
@@ -95,17 +95,11 @@ def _automatic_choice(catalog: Catalog, use_async: bool, device_type: str) -> di
     return {"name": choice.name, "why": choice.reasons[choice.name]}
 
 
-def _first(reason: str | None, no_device: str | None, info: BackendInfo | StagingInfo) -> str | None:
-    """Return what holds on any machine, or else that the device is not there, or else what this machine lacks."""
-    if no_device is None:
-        return reason
-    return no_device if reason is None or reason == why_unavailable(info) else reason
-
-
 def _backend(
     catalog: Catalog, info: BackendInfo, use_async: bool, device_type: str, no_device: str | None
 ) -> dict[str, Any]:
-    reason = _first(why_not(info, use_async=use_async, device_type=device_type, elastic=False), no_device, info)
+    # The plugin's own reason comes first: it knows what exactly is missing, a driver, say, where torch sees no device.
+    reason = why_not(info, use_async=use_async, device_type=device_type, elastic=False) or no_device
     return {
         **_common(catalog, "backend", info, reason),
         "async_safe": info.async_safe,
