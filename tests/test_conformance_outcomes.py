@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from eplb_core.backend import API_VERSION, BackendInfo
@@ -9,6 +11,7 @@ from eplb_core.errors import TransferError
 from eplb_core.testing.conformance import BackendConformance, _kit, kit_tests
 from eplb_core.testing.course import Course
 from eplb_core.testing.expectation import NotReached, Unmet, expect, expecting, reach, told
+from eplb_core.testing.ranks import run_ranks
 from eplb_core.testing.usable import why_not_here
 from eplb_core.testing.verdict import examine
 
@@ -123,3 +126,18 @@ def test_a_test_that_the_kit_has_not_brings_up_those_close_to_it(wanted):
 def test_the_class_says_what_happens_where_it_cannot_run():
     assert "skipif" in (BackendConformance.__doc__ or "")
     assert "test_a_communicator_can_be_built" in kit_tests()
+
+
+def environment_of(rank, name):
+    return os.environ.get(name)
+
+
+def test_ranks_have_the_environment_of_the_test_that_starts_them(monkeypatch):
+    seen = []
+    for value in ("one", "two", None):
+        if value is None:
+            monkeypatch.delenv("EPLB_TEST_OF_RANKS")
+        else:
+            monkeypatch.setenv("EPLB_TEST_OF_RANKS", value)
+        seen += run_ranks(1, environment_of, "EPLB_TEST_OF_RANKS")
+    assert seen == ["one", "two", None]

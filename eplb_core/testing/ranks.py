@@ -115,7 +115,7 @@ class Ranks:
     *args
         Passed on.
     env : Mapping[str, str] or None
-        Set in the children before the function runs.
+        Set in the children before the function runs, beside the environment of this process as it is now.
     daemon : bool
         Make them daemonic, which may start no processes of their own.
 
@@ -144,11 +144,13 @@ class Ranks:
         self._processes: list[Any] = []
         self._outcomes: dict[int, Outcome] = {}
         self._notes: dict[int, list[Any]] = {rank: [] for rank in range(world_size)}
+        # All of it: the server that forks the ranks has the environment of the first test that started any.
+        environment = {**os.environ, **(env or {})}
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_child,
-                args=(rank, world_size, self._store.port, theirs, function, args, dict(env or {})),
+                args=(rank, world_size, self._store.port, theirs, function, args, environment),
                 name=f"rank{rank}",
                 daemon=daemon,
             )
@@ -262,9 +264,11 @@ def _child(
     pipe: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    env: dict[str, str],
+    environment: dict[str, str],
 ) -> None:
-    os.environ.update(env)
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
     torch.set_num_threads(1)
     try:
         value = function(Rank(rank, world_size, port, pipe), *args)
