@@ -69,6 +69,7 @@ def test_what_several_tests_met_before_they_could_look_is_shown_once_and_accuses
     assert "no_handle: 1 passed, 1 failed, 3 not reached, in " in shown
 
 
+@pytest.mark.soak
 def test_a_wait_that_outlasts_its_limit_is_told_in_one_line_and_is_nothing_else(verify):
     done = verify("ignores_its_limit", "--test", "wait_[kn]*", "--test", "failures_are_typed")
     lines = [line.strip() for line in done.stdout.splitlines()]

@@ -648,6 +648,7 @@ def recorded_compiler(tmp_path, monkeypatch):
     return install
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_processes_that_build_at_once_build_once(recorded_compiler, tmp_path):
     calls = recorded_compiler(f'exec {recorded_compiler.real} "$@"')

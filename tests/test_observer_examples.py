@@ -31,7 +31,10 @@ def test_a_backend_that_is_not_installed_is_refused_in_one_line(script, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(path, id=path.stem, marks=pytest.mark.soak if path != SCRIPTS[0] else []) for path in SCRIPTS],
+)
 def test_a_backend_that_moves_weights_over_the_hosts_group_is_given_one(script, tmp_path):
     command = [sys.executable, str(script), "--backend", "torch_nccl"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)

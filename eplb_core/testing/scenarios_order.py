@@ -46,7 +46,7 @@ def waits_for_a_late_source(stage: Stage, subject: Subject) -> None:
     In the slot, and of the layer, that an earlier exchange has filled: a `wait` that looks too early finds something.
     """
     with Exchange(stage, subject) as exchange:
-        exchange.complete()
+        exchange.complete(expect)
         for late in range(stage.world_size):
             exchange.renew()
             plan = exchange.plan(generation=2 + late)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -150,8 +151,13 @@ class Connection:
                 batch = self._waiting.popleft()
                 self._launch(batch)
                 self._launching = batch
-            while self._launched and self._stream.reached(self._launched[0].mark):
-                self._launched.popleft().done = True
+            over = list(itertools.takewhile(lambda batch: self._stream.reached(batch.mark), self._launched))
+            if over:
+                # Asked after the marks: a group that fails leaves the stream just as one that came through does.
+                self._binding.in_progress(self._handle)
+            for batch in over:
+                self._launched.popleft()
+                batch.done = True
         except RuntimeError as error:  # the device's own
             raise NcclError(f"the device failed: {error}") from error
 
