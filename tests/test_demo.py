@@ -23,6 +23,8 @@ from eplb_core.bench.load import zipf_load
 from eplb_core.bench.workload import WorkloadOptions, build_workload
 from eplb_core.cli.demo_view import DemoView
 
+pytestmark = pytest.mark.slow
+
 BACKENDS = Path(__file__).parent / "data" / "demo_backends"
 SMALL = ("--ranks", "2", "--layers", "3", "--scale", "16")
 

@@ -70,6 +70,7 @@ def whose_host_fails(rank: Rank, backend: str, closes_by_itself: bool):
     return told, comm.report.committed_layers, model.wrong_rows(comm.report.physical_to_logical_map)
 
 
+@pytest.mark.slow
 @every_backend_under_faults
 @pytest.mark.parametrize("closes_by_itself", [False, True])
 def test_a_voted_layer_is_committed_by_the_rank_whose_host_fails_as_well(backend, closes_by_itself) -> None:
@@ -108,6 +109,7 @@ def interrupted(self) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @every_backend_under_faults
 def test_the_rank_whose_commit_fails_is_told_that_its_weights_are_invalid(backend: BackendCase) -> None:
     outcomes = run_ranks(2, whose_commit_is_interrupted, backend.name, env=backend.env)
@@ -194,6 +196,7 @@ def who_is_waited_for(rank: Rank, backend: str):
     return type(caught.value).__name__, str(caught.value)
 
 
+@pytest.mark.slow
 @every_backend_under_faults
 def test_a_stall_names_the_rank_that_stalls_and_none_that_waits_for_it(backend: BackendCase) -> None:
     stories = run_ranks(3, who_is_waited_for, backend.name, env=backend.env)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[1] / "examples" / "observers"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
 

@@ -189,6 +189,7 @@ def in_doubt(rank: Rank, backend: str, everywhere: bool):
     return story
 
 
+@pytest.mark.slow
 @every_backend_under_faults
 def test_a_layer_in_doubt_rolls_forward_when_anyone_saw_it_committed(backend: BackendCase) -> None:
     with Ranks(3, in_doubt, backend.name, False, env=backend.env) as ranks:
