@@ -98,16 +98,17 @@ _TWINS = {"nixl", "nixl-staged", "torch_gloo-cupy_pinned"}
 
 
 def cases(marked: set[str], mark: pytest.MarkDecorator) -> list:
-    """Return the same parameters, some of them with a mark."""
+    """Return the same parameters, some of them with a mark; the example's backend has a suite of its own."""
+    marks = {**dict.fromkeys(marked, mark), "vmread": pytest.mark.soak}
     return [
-        pytest.param(*case.values, id=case.id, marks=[*case.marks, *([mark] if case.id in marked else [])])
+        pytest.param(*case.values, id=case.id, marks=[*case.marks, *([marks[case.id]] if case.id in marks else [])])
         for case in backend_cases()
     ]
 
 
 # What -O could take away stands in the core, which one two-sided and one one-sided backend meet as well as all do,
 # and in the plugins, whose own tests run under it too.
-_NOT_OPTIMIZED = _TWINS | {"vmread", "torch_nccl", "pynccl"}
+_NOT_OPTIMIZED = _TWINS | {"torch_nccl", "pynccl"}
 
 every_backend = pytest.mark.parametrize("backend", cases(_NOT_OPTIMIZED, pytest.mark.slow))
 every_backend_under_faults = pytest.mark.parametrize("backend", cases(_TWINS, pytest.mark.soak))
