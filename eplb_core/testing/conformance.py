@@ -637,7 +637,7 @@ def _stop(request: pytest.FixtureRequest, measured: dict[str, Any], reason: str,
 
 
 def _tests_of(request: pytest.FixtureRequest) -> set[str]:
-    """Return the tests of a test's class that this session runs."""
+    """Return the tests of a test's class that this run of pytest holds."""
     cls = request.node.cls
     return {getattr(item, "originalname", item.name) for item in request.session.items if _class_of(item) is cls}
 

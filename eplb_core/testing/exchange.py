@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -137,6 +138,13 @@ class Exchange:
         """Move the backend on, unless it says that it needs none."""
         if getattr(self.backend, "needs_progress", True):
             self.backend.progress()
+
+    def pump(self, seconds: float) -> None:
+        """Move the backend on for a while."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.progress()
+            time.sleep(1e-2)
 
     def meet(self) -> None:
         """Wait for every rank, moving the backend on: a peer may still read from here."""

@@ -115,12 +115,12 @@ def is_done_when_wait_returns(stage: Stage, subject: Subject) -> None:
         exchange.meet()
         for tensor in (tensor for layer in exchange.model.weights for tensor in layer):
             tensor.fill_(0x5A)
-        _pump(exchange, _SOON_S)
+        exchange.pump(_SOON_S)
         missing = exchange.missing(plan)
         exchange.meet()
         expect(not missing, f"live rows changed after every wait; (tensor, row) {missing[:8]} changed with them")
         exchange.paint(0)
-        _pump(exchange, _SOON_S)
+        exchange.pump(_SOON_S)
         painted = exchange.painted(0)
         exchange.meet()
         expect(painted, "landing memory was written after wait had returned it")
@@ -212,13 +212,6 @@ def lets_the_engine_run(stage: Stage, subject: Subject) -> None:
         reach(not failures, f"in a worker thread: {failures}")
         reach(not missing, f"in a worker thread: wait returned without (tensor, row) {missing[:8]}")
         expect(longest < 0.35, f"the engine's thread stood still for {longest:.2f} s: the wait holds the interpreter")
-
-
-def _pump(exchange: Exchange, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        exchange.progress()
-        time.sleep(1e-2)
 
 
 _COLUMNS = ("peer", "tensor", "row", "peer_row", "nbytes", "landing_offset", "message", "batch")
