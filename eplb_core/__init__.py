@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from eplb_core._version import __version__ as __version__
 from eplb_core.hookspecs import hookimpl as hookimpl
 
 if TYPE_CHECKING:
@@ -15,28 +16,26 @@ if TYPE_CHECKING:
     from eplb_core.backend import BackendInfo as BackendInfo
     from eplb_core.communicator import Communicator as Communicator
     from eplb_core.config import EPLBConfig as EPLBConfig
-    from eplb_core.control import ControlPlane as ControlPlane
-    from eplb_core.discovery import Catalog as Catalog
-    from eplb_core.discovery import discover as discover
+    from eplb_core.control.plane import ControlPlane as ControlPlane
+    from eplb_core.discovery.discover import Catalog as Catalog
+    from eplb_core.discovery.discover import discover as discover
+    from eplb_core.discovery.select import Choice as Choice
+    from eplb_core.discovery.select import select as select
     from eplb_core.errors import EplbError as EplbError
     from eplb_core.report import RearrangeReport as RearrangeReport
-    from eplb_core.selection import Choice as Choice
-    from eplb_core.selection import select as select
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "API_VERSION": "backend",
     "BackendInfo": "backend",
-    "Catalog": "discovery",
-    "Choice": "selection",
+    "Catalog": "discovery.discover",
+    "Choice": "discovery.select",
     "Communicator": "communicator",
-    "ControlPlane": "control",
+    "ControlPlane": "control.plane",
     "EPLBConfig": "config",
     "EplbError": "errors",
     "RearrangeReport": "report",
-    "discover": "discovery",
-    "select": "selection",
+    "discover": "discovery.discover",
+    "select": "discovery.select",
 }
 
 __all__ = ["__version__", "hookimpl", *_HOMES]

@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core.agree import Proposal, agree, propose
-from eplb_core.assembly import assemble
 from eplb_core.config import EPLBConfig
-from eplb_core.control import ControlPlane, StoreGone
-from eplb_core.council import refuse
+from eplb_core.control.plane import ControlPlane
+from eplb_core.control.store import StoreGone
 from eplb_core.errors import ConfigError, EplbError, PeerLostError, PlanError, StalledError, TransferError, error_for
-from eplb_core.generation import Generation
-from eplb_core.layout import build_layout, check_landing
-from eplb_core.ledger import Ledger
+from eplb_core.rearrange.agree import Proposal, agree, propose
+from eplb_core.rearrange.epoch import Session, namespace
+from eplb_core.rearrange.rearrangement import Generation
+from eplb_core.rearrange.recovery import settle
+from eplb_core.rearrange.setup import assemble
+from eplb_core.rearrange.state import Ledger
 from eplb_core.report import RearrangeReport
-from eplb_core.session import Session, namespace
-from eplb_core.settle import settle
-from eplb_core.vote import Vote
+from eplb_core.voting.members import refuse
+from eplb_core.voting.vote import Vote
+from eplb_core.weights.host_landing import check_landing
+from eplb_core.weights.layout import build_layout
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +46,8 @@ class Communicator:
     config : EPLBConfig
         Which backend, limits, staging.
     weights : sequence of sequence of torch.Tensor
-        ``[num_moe_layers][num_tensors]``, first axis the local physical expert; see `eplb_core.layout.build_layout`.
-        Their memory is held until `close`.
+        ``[num_moe_layers][num_tensors]``, first axis the local physical expert; see
+        `eplb_core.weights.layout.build_layout`. Their memory is held until `close`.
     control : ControlPlane
         This rank, and the store.
     device_group : torch.distributed.ProcessGroup or None

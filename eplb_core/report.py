@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:  # rides on every error, and errors are import-light
+    import numpy as np
+    import numpy.typing as npt
 
-from eplb_core.backend import StagingStats
+
+@dataclass(frozen=True)
+class StagingStats:
+    """Bytes of a `StagingAllocator`.
+
+    Parameters
+    ----------
+    nbytes_in_use : int
+        Taken by the blocks that are out, what the pool rounds up included.
+    nbytes_peak : int
+        The most that `nbytes_in_use` has been.
+    nbytes_pool : int
+        Held beside those: released blocks that wait for their event, and what the allocator's own pool caches.
+    nbytes_rounding : int
+        What rounding adds to `nbytes_in_use`; 0 where the allocator cannot tell.
+    """
+
+    nbytes_in_use: int
+    nbytes_peak: int
+    nbytes_pool: int
+    nbytes_rounding: int = 0
 
 
 @dataclass(frozen=True, eq=False)

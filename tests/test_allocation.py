@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import eplb_core as eplb
-from eplb_core.allocation import build_allocator, why_unfit
 from eplb_core.backend import API_VERSION, StagingInfo
-from eplb_core.discovery import Catalog
+from eplb_core.discovery.discover import Catalog
+from eplb_core.discovery.select_staging import build_allocator, why_unfit
 from eplb_core.errors import ConfigError, EplbError, TransferError
-from eplb_core.landing import LandingMemory
-from eplb_core.layout import build_layout
-from eplb_core.staging import TorchStaging
+from eplb_core.memory.landing import LandingMemory
+from eplb_core.memory.staging import TorchStaging
+from eplb_core.weights.layout import build_layout
 
 SUPPORT = Path(__file__).parent / "support"
 if str(SUPPORT) not in sys.path:

@@ -12,9 +12,9 @@ import pytest
 from typer.main import get_command
 
 from eplb_core import errors
-from eplb_core.catalogue import CATALOGUE
 from eplb_core.cli.app import app
 from eplb_core.errors import ConfigError, EplbError, TransferError, error_class, error_for
+from eplb_core.errors.codes import CATALOGUE
 
 ROOT = Path(__file__).parents[1]
 CODE = re.compile(r"EPLB-[A-Z]\d{3}")

@@ -10,12 +10,12 @@ import torch
 
 from eplb_core.backend import Buffers, ConnectReceipt, Event, LocalMetadata, TransferReceipt
 from eplb_core.errors import MetadataError, TransferError
-from eplb_core.facade import BackendHooks
 from eplb_core.hookspecs import hookimpl
-from eplb_core.layout import build_layout
 from eplb_core.observers import Checksums, Observer, checksums
 from eplb_core.plan import plan_moves
+from eplb_core.rearrange.hooks import BackendHooks
 from eplb_core.testing.model import Model, shuffles
+from eplb_core.weights.layout import build_layout
 
 RANKS, ROWS, ROW_NBYTES = 3, 8, [64, 1, 24]
 

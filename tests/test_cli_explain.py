@@ -11,10 +11,10 @@ import pluggy
 import pytest
 from typer.testing import CliRunner
 
-from eplb_core.catalogue import CATALOGUE
 from eplb_core.cli.app import app
 from eplb_core.cli.explain import close_codes, find_text
 from eplb_core.errors import error_class
+from eplb_core.errors.codes import CATALOGUE
 
 ROOT = Path(__file__).parents[1]
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import eplb_core as eplb
-from eplb_core.council import Council
 from eplb_core.errors import EplbError, MetadataError
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, run_ranks
+from eplb_core.voting.members import Council
 from tests.support.backends import BackendCase, case_config, case_options, device_group, every_backend
 
 

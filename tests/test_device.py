@@ -16,7 +16,7 @@ import torch
 import eplb_core as eplb
 from eplb_core.errors import StalledError
 from eplb_core.hookspecs import hookimpl
-from eplb_core.streams import Streams
+from eplb_core.memory.streams import Streams
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, run_ranks
 

@@ -196,7 +196,7 @@ def test_a_rank_that_sleeps_through_the_others_commit_never_ends_with_mixed_laye
 
 def whose_copy_fails(rank: Rank, backend: str):
     from eplb_core.errors import CommitError
-    from eplb_core.landing import CommitCopies
+    from eplb_core.memory.commit import CommitCopies
 
     maps = shuffles(3, 6, 3, 4)
     model = Model(rank.rank, 4, [[512]] * 6)

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_core.errors import ConfigError, MetadataError
-from eplb_core.layout import LayoutRecord, build_layout, check_landing
+from eplb_core.weights.host_landing import check_landing
+from eplb_core.weights.layout import LayoutRecord, build_layout
 
 SUPPORT = Path(__file__).parent / "support"
 if str(SUPPORT) not in sys.path:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 import eplb_core as eplb
 from eplb_core.errors import CommitError, ConfigError, EplbError, PlanError, StalledError, TransferError
 from eplb_core.hookspecs import hookimpl
-from eplb_core.landing import CommitCopies
-from eplb_core.liveness import Ring
+from eplb_core.memory.commit import CommitCopies
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, run_ranks
+from eplb_core.voting.liveness import Ring
 from tests.support.backends import (
     BackendCase,
     case_config,

@@ -20,23 +20,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import eplb_core
-from eplb_core import metadata
-from eplb_core.envelope import OVERHEAD_NBYTES
+from eplb_core.control import hosts
+from eplb_core.control.hosts import node_ids, read_boot_id
 from eplb_core.errors import MetadataError, PlanError
-from eplb_core.layout import build_layout
-from eplb_core.metadata import (
-    MAX_PAYLOAD_NBYTES,
-    MAX_RECORD_NBYTES,
-    LayoutRecord,
-    RankRecord,
-    TensorRecord,
-    difference,
-    map_digest,
-    node_ids,
-    read_boot_id,
-    seal,
-    unseal,
-)
+from eplb_core.plan.maps import map_digest
+from eplb_core.weights.layout import LayoutRecord, build_layout
+from eplb_core.weights.rows import TensorRecord
+from eplb_core.wire.compare import difference
+from eplb_core.wire.envelope import OVERHEAD_NBYTES, seal, unseal
+from eplb_core.wire.record import MAX_PAYLOAD_NBYTES, MAX_RECORD_NBYTES, RankRecord
 
 # --- the envelope -----------------------------------------------------------------------------------------------------
 
@@ -770,11 +762,11 @@ def test_the_boot_id_is_the_kernels_and_the_same_at_every_call():
 
 
 def test_where_the_kernel_offers_no_boot_id_the_hosts_name_stands_for_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(metadata, "BOOT_ID_FILE", tmp_path / "missing")
+    monkeypatch.setattr(hosts, "BOOT_ID_FILE", tmp_path / "missing")
     assert read_boot_id() == f"host {socket.gethostname()}"
-    monkeypatch.setattr(metadata, "BOOT_ID_FILE", tmp_path)
+    monkeypatch.setattr(hosts, "BOOT_ID_FILE", tmp_path)
     assert read_boot_id() == f"host {socket.gethostname()}"
     empty = tmp_path / "empty"
     empty.touch()
-    monkeypatch.setattr(metadata, "BOOT_ID_FILE", empty)
+    monkeypatch.setattr(hosts, "BOOT_ID_FILE", empty)
     assert read_boot_id() == f"host {socket.gethostname()}"

@@ -81,7 +81,7 @@ def test_the_readme_names_every_script_and_its_own_observer_works():
     (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     scope: dict = {}
     exec(compile(code, "README.md", "exec"), scope)
-    from eplb_core.facade import BackendHooks
+    from eplb_core.rearrange.hooks import BackendHooks
     from tests.test_checksums import ByHand
 
     BackendHooks("by hand", ByHand([]), [scope["SlowLayers"]()])

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eplb_core.backend import TransferPlan
 from eplb_core.errors import PlanError
-from eplb_core.layout import LayerGeometry, build_layout
-from eplb_core.plan import PlacementPlan, TransferPlan, check_maps, plan_moves
+from eplb_core.plan import PlacementPlan, check_maps, plan_moves
+from eplb_core.weights.layout import LayerGeometry, build_layout
 
 LAYOUTS = ("rows", "packed_by_peer")
 

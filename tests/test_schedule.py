@@ -13,10 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eplb_core.backend import MoveColumns, TransferPlan
 from eplb_core.errors import PlanError
-from eplb_core.layout import LayerGeometry, build_layout
-from eplb_core.plan import MoveColumns, PlacementPlan, TransferPlan, plan_moves
-from eplb_core.shares import RankShares
+from eplb_core.plan import PlacementPlan, plan_moves
+from eplb_core.plan.rank_plan import RankShares
+from eplb_core.weights.layout import LayerGeometry, build_layout
 
 
 def geometry_of(num_rows: int, nbytes: list[int]) -> LayerGeometry:

@@ -11,10 +11,10 @@ import torch
 
 from eplb_core import API_VERSION, BackendInfo, Communicator, ControlPlane, EPLBConfig
 from eplb_core.backend import PolicyInfo, StagingInfo
-from eplb_core.discovery import Catalog, Failure, Origin
+from eplb_core.discovery.discover import Catalog, Failure, Origin
+from eplb_core.discovery.rules import why_not, why_unavailable
+from eplb_core.discovery.select import resolve, select
 from eplb_core.errors import ConfigError, DiscoveryError
-from eplb_core.rules import why_unavailable
-from eplb_core.selection import resolve, select, why_not
 
 NCCL = "NCCL multi-stream conflicts"
 

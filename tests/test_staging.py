@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from eplb_core.backend import StagingAllocator, StagingBlock, StagingStats
 from eplb_core.errors import TransferError
-from eplb_core.staging import TorchStaging
+from eplb_core.memory.staging import TorchStaging
 
 SUPPORT = Path(__file__).parent / "support"
 if str(SUPPORT) not in sys.path:

@@ -1,1 +1,1 @@
-"""What ``eplb demo`` runs: published geometries, contents that can be checked, ranks as processes."""
+"""Workloads, ranks and measurements behind `eplb demo` and `eplb bench`. Internal."""

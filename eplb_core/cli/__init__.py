@@ -1,4 +1,4 @@
-"""The ``eplb`` command, for operators; needs the extra ``cli``."""
+"""The ``eplb`` command, for operators; needs the extra ``cli``. Internal: its face is what it prints."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from eplb_core import __version__
+from eplb_core._version import __version__
 from eplb_core.cli.backends import backends
 from eplb_core.cli.console import stderr
 from eplb_core.cli.demo import demo

@@ -40,7 +40,7 @@ def backends(
     with nothing_else_on_stdout():
         from eplb_core.cli.device import UnknownDeviceTypeError, likely_device_type, why_no_device
         from eplb_core.cli.inventory import take_inventory
-        from eplb_core.discovery import discover
+        from eplb_core.discovery.discover import discover
 
         device_type = device or likely_device_type()
         try:

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from eplb_core.catalogue import CATALOGUE
 from eplb_core.cli.console import stderr, stdout, write, write_points
 from eplb_core.errors import error_class
+from eplb_core.errors.codes import CATALOGUE
 
 _LEAST_SHARED_NCHARS = 8
 _SIMILAR = 0.8

@@ -69,10 +69,10 @@ def _result(started: float, facts: dict[str, str] | None = None, problem: str | 
 
 def _probe_here(kind: Kind, name: str, device: str) -> dict[str, Any]:
     """Import one backend or allocator and ask it; in the child."""
-    from eplb_core.declaration import PluginRaisedError, contained
-    from eplb_core.discovery import discover, load_target
+    from eplb_core.discovery.discover import discover, load_target
+    from eplb_core.discovery.load import PluginRaisedError, contained
+    from eplb_core.discovery.select import resolve
     from eplb_core.errors import EplbError
-    from eplb_core.selection import resolve
 
     try:
         if kind == "backend":

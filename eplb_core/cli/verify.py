@@ -54,8 +54,8 @@ def verify(
     if find_spec("pytest") is None:
         write(stderr(), "eplb verify needs pytest: pip install 'eplb-core[testing]'")
         raise typer.Exit(2)
-    from eplb_core.discovery import discover
-    from eplb_core.selection import resolve
+    from eplb_core.discovery.discover import discover
+    from eplb_core.discovery.select import resolve
     from eplb_core.testing.usable import why_not_here
     from eplb_core.testing.verdict import GOOD, examine
 

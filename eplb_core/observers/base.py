@@ -15,7 +15,7 @@ from eplb_core.hookspecs import hookimpl
 if TYPE_CHECKING:
     import torch
 
-    from eplb_core.plan import TransferPlan
+    from eplb_core.backend import TransferPlan
 
 StepName = Literal["transfer", "wait", "vote"]
 

@@ -16,8 +16,7 @@ from eplb_core.observers.base import Observer, StepName
 if TYPE_CHECKING:
     import torch
 
-    from eplb_core.backend import Buffers
-    from eplb_core.plan import MoveColumns, TransferPlan
+    from eplb_core.backend import Buffers, MoveColumns, TransferPlan
 
 MAX_EVIDENCE_NBYTES = 48 << 10
 """Bytes; a ballot has room for 64 KiB of all observers together."""

@@ -12,7 +12,7 @@ from eplb_core.backend import Event
 from eplb_core.observers.base import Observer, Step, StepName
 
 if TYPE_CHECKING:
-    from eplb_core.plan import TransferPlan
+    from eplb_core.backend import TransferPlan
 
 _CODE = re.compile(r"\[(EPLB-[A-Z]\d{3})\]$")
 _STEPS: tuple[StepName, ...] = ("transfer", "wait", "vote")

@@ -19,7 +19,7 @@ from eplb_core.errors import BenchError
 from eplb_core.observers.base import Observer, Step
 
 if TYPE_CHECKING:
-    from eplb_core.plan import TransferPlan
+    from eplb_core.backend import TransferPlan
 
 _FORMAT = "eplb-trace-1"
 _EVENTS_TRACK = 0

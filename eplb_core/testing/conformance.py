@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from eplb_core.backend import API_VERSION, BackendInfo
-from eplb_core.discovery import discover, load_target
+from eplb_core.discovery.discover import discover, load_target
+from eplb_core.discovery.select import resolve
 from eplb_core.errors import EplbError
-from eplb_core.selection import resolve
 from eplb_core.testing import scenarios_bytes, scenarios_failure, scenarios_growth, scenarios_order
 from eplb_core.testing.expectation import PREFIX, NotReached, Unmet, expect, told
 from eplb_core.testing.model import shuffles

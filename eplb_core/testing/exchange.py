@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from eplb_core.backend import TransferPlan
 from eplb_core.communicator import Communicator
 from eplb_core.config import EPLBConfig
-from eplb_core.plan import TransferPlan, check_maps, plan_moves
+from eplb_core.plan import check_maps, plan_moves
 from eplb_core.testing.expectation import reach
 from eplb_core.testing.model import Map, Model, shuffles
 from eplb_core.testing.pool import Stage, Subject

@@ -13,7 +13,7 @@ from eplb_core.backend import Event
 from eplb_core.observers.base import Observer, Step, StepName
 
 if TYPE_CHECKING:
-    from eplb_core.plan import TransferPlan
+    from eplb_core.backend import TransferPlan
 
 Phase = Literal["agree", "transfer", "wait", "landed", "vote", "tally", "commit"]
 Action = Literal["raise", "kill", "stop", "delay", "interrupt", "hang", "corrupt"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from eplb_core.control import ControlPlane
+from eplb_core.control.plane import ControlPlane
 from eplb_core.testing.course import Course
 from eplb_core.testing.expectation import PREFIX, NotReached, UnheardError, Unmet, told
 from eplb_core.testing.ranks import Rank, Ranks

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from eplb_core.control import ControlPlane
+from eplb_core.control.plane import ControlPlane
 
 _PRELOAD = ["torch", "torch.distributed", "eplb_core.communicator", "eplb_core.testing.ranks"]
 

@@ -63,7 +63,7 @@ class Examination:
 
     def failure_of(self, test: str) -> BaseException | None:
         """Return how a kit test fails, or None; only an `Unmet` says that what it is about does not hold."""
-        from eplb_core.discovery import discover
+        from eplb_core.discovery.discover import discover
 
         info = discover().backends[self.name]
         fixtures = {

@@ -8,8 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from eplb_core import __version__
-from eplb_core.discovery import discover
+from eplb_core._version import __version__
+from eplb_core.discovery.discover import discover
 from eplb_core.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*(?:[_-][A-Za-z0-9]+)*")

@@ -14,9 +14,8 @@ import torch
 
 import eplb_core as eplb
 import eplb_vmread.backend
-from eplb_core.backend import Buffers, PeerMetadata
+from eplb_core.backend import Buffers, MoveColumns, PeerMetadata, TransferPlan
 from eplb_core.errors import EplbError, MetadataError, StalledError, TransferError
-from eplb_core.plan import MoveColumns, TransferPlan
 from eplb_core.testing.faults import FaultInjector
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, Ranks, run_ranks

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb_core.backend import BackendContext, Buffers, PeerMetadata
-from eplb_core.landing import LandingMemory
-from eplb_core.layout import build_layout
-from eplb_core.plan import TransferPlan, plan_moves
-from eplb_core.staging import TorchStaging
+from eplb_core.backend import BackendContext, Buffers, PeerMetadata, TransferPlan
+from eplb_core.memory.landing import LandingMemory
+from eplb_core.memory.staging import TorchStaging
+from eplb_core.plan import plan_moves
 from eplb_core.testing.ranks import Rank
+from eplb_core.weights.layout import build_layout
 from eplb_gloo.backend import GlooBackend
 from eplb_gloo.options import GlooOptions
 

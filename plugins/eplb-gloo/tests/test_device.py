@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from eplb_core.plan import MoveColumns
+from eplb_core.backend import MoveColumns
 from eplb_core.testing.ranks import Rank, run_ranks
 from eplb_gloo.messages import Messages, MisfitError, Registered, cut_messages
 from eplb_gloo.sources import DeviceSource

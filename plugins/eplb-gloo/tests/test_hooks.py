@@ -12,10 +12,9 @@ import torch
 from pydantic import ValidationError
 
 import eplb_core
-from eplb_core.backend import LocalMetadata, PeerMetadata
+from eplb_core.backend import LocalMetadata, MoveColumns, PeerMetadata
 from eplb_core.errors import ConfigError, MetadataError, TransferError
-from eplb_core.facade import BackendHooks
-from eplb_core.plan import MoveColumns
+from eplb_core.rearrange.hooks import BackendHooks
 from eplb_core.testing.ranks import Rank, run_ranks
 from eplb_gloo.backend import GlooBackend
 from eplb_gloo.hooks import eplb_register_backends

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from eplb_core.backend import BackendContext, Buffers, PeerMetadata
-from eplb_core.landing import LandingMemory, commit_copies
-from eplb_core.layout import build_layout
+from eplb_core.memory.commit import commit_copies
+from eplb_core.memory.landing import LandingMemory
+from eplb_core.memory.staging import TorchStaging
 from eplb_core.plan import plan_moves
-from eplb_core.staging import TorchStaging
+from eplb_core.weights.layout import build_layout
 from eplb_nixl.backend import NixlBackend
 from eplb_nixl.options import NixlOptions
 

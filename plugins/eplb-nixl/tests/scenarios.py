@@ -15,7 +15,7 @@ from rank import Rank, count_fds, count_threads, say, value_of
 
 from eplb_core.backend import PeerMetadata
 from eplb_core.errors import EplbError
-from eplb_core.layout import build_layout
+from eplb_core.weights.layout import build_layout
 from eplb_nixl.wire import SourceRecord
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_core.plan import MoveColumns
+from eplb_core.backend import MoveColumns
 from eplb_nixl.descriptors import RowIndex, blocks_of, by_peer, expand
 
 

@@ -17,11 +17,12 @@ from eplb_core.backend import (
     Buffers,
     ConnectReceipt,
     LocalMetadata,
+    MoveColumns,
     PeerMetadata,
+    TransferPlan,
     TransferReceipt,
 )
 from eplb_core.errors import DiscoveryError, MetadataError, StalledError, TransferError
-from eplb_core.plan import MoveColumns, TransferPlan
 from eplb_vmread.memory import Parts, ProcessMemory, StrangerError, Token
 from eplb_vmread.options import VmReadOptions
 from eplb_vmread.permission import allow_readers, boot_id, pid_namespace, remedy, why_not, yama_scope

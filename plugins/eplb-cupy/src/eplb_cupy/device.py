@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from eplb_core.backend import StagingBlock, StagingStats
+from eplb_core.backend.accounts import BlockAccounts
 from eplb_core.errors import ConfigError, TransferError
-from eplb_core.leases import Leases
 from eplb_cupy.blocks import on_device
 from eplb_cupy.library import CupyError, facts, load_cupy
 
@@ -45,7 +45,7 @@ class CupyDevice:
             self._cupy = load_cupy()
         except CupyError as error:
             raise ConfigError("EPLB-C014", staging=NAME, reason=str(error)) from error
-        self._leases = Leases()
+        self._leases = BlockAccounts()
         try:
             index = torch.empty(0, device=device).device.index  # "cuda" is the current one
             self._device = torch.device("cuda", index)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from eplb_core.backend import StagingBlock, StagingStats
+from eplb_core.backend.accounts import BlockAccounts
 from eplb_core.errors import ConfigError, TransferError
-from eplb_core.leases import Leases
 from eplb_cupy.blocks import on_host
 from eplb_cupy.library import CupyError, facts, load_cupy
 
@@ -48,7 +48,7 @@ class CupyPinned:
     def __init__(self, device: torch.device) -> None:
         self._cupy = _load()
         self._device = device
-        self._leases = Leases()
+        self._leases = BlockAccounts()
 
     @classmethod
     def probe(cls, device: torch.device) -> Mapping[str, str]:

@@ -19,10 +19,10 @@ from eplb_core.backend import (
     ConnectReceipt,
     LocalMetadata,
     PeerMetadata,
+    TransferPlan,
     TransferReceipt,
 )
 from eplb_core.errors import error_for
-from eplb_core.plan import TransferPlan
 from eplb_gloo.flight import Failure, LayerTransfer, finish_all
 from eplb_gloo.group import NONCE_NBYTES, GlooGroup, name_ranks
 from eplb_gloo.hooks import NAME, why_not_available

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core.plan import MoveColumns
+from eplb_core.backend import MoveColumns
 
 IntArray = npt.NDArray[np.int64]
 

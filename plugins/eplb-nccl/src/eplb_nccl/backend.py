@@ -21,10 +21,10 @@ from eplb_core.backend import (
     ConnectReceipt,
     LocalMetadata,
     PeerMetadata,
+    TransferPlan,
     TransferReceipt,
 )
 from eplb_core.errors import error_for
-from eplb_core.plan import TransferPlan
 from eplb_nccl.group import DeviceGroup, Failure, Operation, Posted, brief, name_ranks
 from eplb_nccl.hooks import NAME, why_not_available
 from eplb_nccl.watch import BlockedCallWatch

@@ -11,9 +11,16 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from eplb_core import hookimpl
-from eplb_core.backend import BackendContext, Buffers, ConnectReceipt, LocalMetadata, PeerMetadata, TransferReceipt
+from eplb_core.backend import (
+    BackendContext,
+    Buffers,
+    ConnectReceipt,
+    LocalMetadata,
+    PeerMetadata,
+    TransferPlan,
+    TransferReceipt,
+)
 from eplb_core.errors import StalledError, TransferError
-from eplb_core.plan import TransferPlan
 from eplb_nixl.agent import Agent
 from eplb_nixl.descriptors import RowIndex, by_peer
 from eplb_nixl.exposure import Exposure, expose

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core.plan import MoveColumns
+from eplb_core.backend import MoveColumns
 from eplb_nixl.wire import AddressArray
 
 IndexArray = npt.NDArray[np.int32]

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from eplb_core.backend import Buffers
-from eplb_core.plan import TransferPlan
+from eplb_core.backend import Buffers, TransferPlan
 from eplb_nixl.agent import Agent
 from eplb_nixl.descriptors import IndexArray, blocks_of
 from eplb_nixl.registration import device_index_of, memory_type_of

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from eplb_core.backend import BackendContext, StagingBlock
-from eplb_core.plan import MoveColumns
+from eplb_core.backend import BackendContext, MoveColumns, StagingBlock
 from eplb_nixl.wire import AddressArray
 
 _ALIGNMENT = 64

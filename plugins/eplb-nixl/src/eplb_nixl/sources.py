@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from eplb_core.backend import BackendContext, PeerMetadata
+from eplb_core.backend import BackendContext, PeerMetadata, TransferPlan
 from eplb_core.errors import MetadataError
-from eplb_core.plan import TransferPlan
 from eplb_nixl.agent import Agent
 from eplb_nixl.descriptors import IndexArray, RowIndex
 from eplb_nixl.library import NixlError

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from eplb_core.plan import TransferPlan
+from eplb_core.backend import TransferPlan
 from eplb_nixl.agent import Agent
 from eplb_nixl.library import NixlError
 

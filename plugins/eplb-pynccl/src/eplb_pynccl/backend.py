@@ -18,10 +18,10 @@ from eplb_core.backend import (
     ConnectReceipt,
     LocalMetadata,
     PeerMetadata,
+    TransferPlan,
     TransferReceipt,
 )
 from eplb_core.errors import error_for
-from eplb_core.plan import TransferPlan
 from eplb_pynccl.binding import Binding, NcclError, load_binding, spell
 from eplb_pynccl.connection import Batch, Connection, Operation, WaitEnded
 from eplb_pynccl.driver import driver_facts

@@ -1,0 +1,141 @@
+"""What a plugin declares of its backends, staging allocators and policies; read without importing any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # discovery reads descriptors; it must not pay for torch, numpy or pydantic
+    from pydantic import BaseModel
+
+
+API_VERSION = 1
+"""Version of the plugin contract; a plugin declares the one it was written for."""
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """What a plugin says of its backend; read without importing the backend.
+
+    Parameters
+    ----------
+    name : str
+        Name that hosts write into ``EPLBConfig.communicator``; also the entry point's name.
+    summary : str
+        One line for ``eplb backends``.
+    api_version : int
+        `API_VERSION` of the contract the backend was written for.
+    target : str
+        ``"module:Class"``, imported only when the backend is chosen.
+    options : type[pydantic.BaseModel] or str or None
+        Options model or its ``"module:Class"``; None takes no options.
+    async_safe : bool or None
+        May transfers run from a worker thread beside the model's own kernels? None is undeclared, treated as unsafe.
+    async_reason : str
+        Why not, as it stands in the error ("NCCL multi-stream conflicts").
+    label : str
+        Leading word of its errors; the name when empty.
+    device_types : tuple of str
+        ``torch.device.type`` of the weights it moves; ``("*",)`` is any.
+    elastic_safe : bool
+        May ranks join after connect?
+    zero_copy : bool
+        Does it read live rows without a copy in between?
+    batched : bool
+        Does it need moves cut into batches of at most ``max_ops_per_batch`` operations?
+    auto_priority : int or None
+        The automatic choice takes the highest; None is taken only when named.
+    requires : tuple of str
+        Importable modules without which it is not usable.
+    install_hint : str
+        What to type when it is not usable.
+    available : callable
+        Import-light (find_spec, dlopen): None when usable on this machine, else why not. All that ``select`` asks.
+    """
+
+    name: str
+    summary: str
+    api_version: int
+    target: str
+    options: type[BaseModel] | str | None = None
+    async_safe: bool | None = None
+    async_reason: str = ""
+    label: str = ""
+    device_types: tuple[str, ...] = ("cpu",)
+    elastic_safe: bool = False
+    zero_copy: bool = False
+    batched: bool = False
+    auto_priority: int | None = None
+    requires: tuple[str, ...] = ()
+    install_hint: str = ""
+    available: Callable[[], str | None] | None = None
+
+
+@dataclass(frozen=True)
+class StagingInfo:
+    """What a plugin says of a staging allocator.
+
+    Parameters
+    ----------
+    name : str
+        Name for ``EPLBConfig.staging``.
+    summary : str
+        One line for ``eplb backends``.
+    api_version : int
+        See `BackendInfo`.
+    target : str
+        ``"module:Class"`` of a `StagingAllocator`.
+    device_types : tuple of str
+        Device types its memory can stage for; ``("*",)`` is any.
+    memory : {"host", "device", "any"}
+        Where its memory lies: on the host, on the weights' device, or on either, as asked for. Naming one for a backend
+        that stages in the other is a `ConfigError`.
+    requires : tuple of str
+        See `BackendInfo`.
+    install_hint : str
+        See `BackendInfo`.
+    available : callable
+        See `BackendInfo`.
+    """
+
+    name: str
+    summary: str
+    api_version: int
+    target: str
+    device_types: tuple[str, ...] = ("*",)
+    memory: Literal["host", "device", "any"] = "host"
+    requires: tuple[str, ...] = ()
+    install_hint: str = ""
+    available: Callable[[], str | None] | None = None
+
+
+@dataclass(frozen=True)
+class PolicyInfo:
+    """What a plugin says of a placement policy.
+
+    Parameters
+    ----------
+    name : str
+        Name for ``EPLBConfig.policy``.
+    summary : str
+        One line.
+    api_version : int
+        See `BackendInfo`.
+    target : str
+        ``"module:function"``; see `eplb_core.balancing.placement.rebalance_experts` for the signature.
+    requires : tuple of str
+        See `BackendInfo`.
+    install_hint : str
+        See `BackendInfo`.
+    available : callable
+        See `BackendInfo`.
+    """
+
+    name: str
+    summary: str
+    api_version: int
+    target: str
+    requires: tuple[str, ...] = ()
+    install_hint: str = ""
+    available: Callable[[], str | None] | None = None

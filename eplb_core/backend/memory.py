@@ -1,0 +1,112 @@
+"""Memory in the contract: live rows and landing memory that a backend is given, and allocators of staging memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:  # discovery reads descriptors; it must not pay for torch, numpy or pydantic
+    import torch
+
+from eplb_core.report import StagingStats
+
+
+@dataclass(frozen=True, eq=False)
+class StagingBlock:
+    """Memory handed out by a `StagingAllocator`.
+
+    Parameters
+    ----------
+    data : torch.Tensor
+        uint8 [nbytes], contiguous.
+    owner : object
+        What keeps the memory alive, of the allocator's own choosing.
+    """
+
+    data: torch.Tensor
+    owner: object
+
+
+@runtime_checkable
+class StagingAllocator(Protocol):
+    """Owns memory for landing and send buffers; the core and the backends own the leases.
+
+    An allocator is built as ``Target(device)`` with the `torch.device` of the weights, one for each communicator, and
+    used from several threads. The core's leases are the landing slots, a backend's its send slots: blocks are asked for
+    when a communicator is built or rebuilt and given back when it is closed, never in between, so whatever the world
+    size at most ``2 * staging_layers`` are out at a time. `eplb_core.backend.accounts.BlockAccounts` keeps the books
+    that `release` and `stats` need.
+
+    A class may also have a classmethod ``probe(device) -> Mapping[str, str]``: import the library, try it for weights
+    on that device, and return facts to show, or raise with the remedy. The core calls it before it builds one;
+    ``eplb backends --probe`` calls it in a process of its own.
+    """
+
+    def allocate(self, nbytes: int, device: torch.device) -> StagingBlock:
+        """Return a block on a device.
+
+        Parameters
+        ----------
+        nbytes : int
+            Size, from 0 on.
+        device : torch.device
+            The weights' device, or the CPU for host memory fit for it.
+
+        Returns
+        -------
+        StagingBlock
+            uint8 ``[nbytes]``, contiguous, at a multiple of 64 bytes, contents undefined; ``owner`` is the allocator's.
+
+        Raises
+        ------
+        TransferError
+            EPLB-T010: memory that it does not have, or none left.
+        """
+        ...
+
+    def release(self, block: StagingBlock, event: object | None = None) -> None:
+        """Take a block back.
+
+        Parameters
+        ----------
+        block : StagingBlock
+            One of this allocator's, once.
+        event : object or None
+            A recorded device event: anything whose ``query()`` says whether what reads or writes the block has
+            completed. The memory is not handed out again, nor given back to anybody, before that.
+
+        Raises
+        ------
+        TransferError
+            EPLB-T010: not a block that is out.
+        """
+        ...
+
+    def stats(self) -> StagingStats:
+        """Return the allocator's byte counts."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Buffers:
+    """What ``register_buffers`` is given: live rows to read from and landing memory to write into.
+
+    Parameters
+    ----------
+    rows : list of list of torch.Tensor
+        ``[num_layers][num_tensors]``, each uint8 ``[num_local_physical_experts, nbytes_per_expert]``, a view of live
+        memory. Never write into it.
+    landing : list of torch.Tensor
+        ``[staging_layers]``, each uint8 ``[nbytes]`` on `landing_device`; the ``landing_offset`` of a receive counts
+        from its start. With a host's own ``landing=`` see `landing_rows`.
+    landing_rows : list of list of torch.Tensor or None
+        ``[staging_layers][num_tensors]``, each uint8 ``[num_local_physical_experts, nbytes_per_expert]``: the host's
+        own landing memory, where it gave some ("rows" layout only); `landing` is then empty.
+    send_nbytes : int
+        Most bytes that the distinct rows of one layer take: the size of a send staging slot, where one is needed.
+    """
+
+    rows: list[list[torch.Tensor]]
+    landing: list[torch.Tensor]
+    landing_rows: list[list[torch.Tensor]] | None
+    send_nbytes: int

@@ -1,0 +1,1 @@
+"""The store all ranks reach, and who is where. Internal."""

@@ -1,0 +1,112 @@
+"""Which staging allocator a communicator gets: the one that is named, found usable here and fit for the backend."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from eplb_core.discovery.discover import load_target
+from eplb_core.discovery.load import PluginRaisedError, contained
+from eplb_core.discovery.rules import why_unavailable
+from eplb_core.discovery.select import resolve
+from eplb_core.errors import ConfigError, EplbError
+
+if TYPE_CHECKING:
+    import torch
+
+    from eplb_core.backend import StagingAllocator, StagingInfo
+    from eplb_core.config import EPLBConfig
+    from eplb_core.discovery.discover import Catalog
+
+logger = logging.getLogger("eplb_core")
+
+DEFAULT = "torch"
+
+
+def build_allocator(
+    config: EPLBConfig, catalog: Catalog, *, weights: torch.device, landing_device: str, backend: str
+) -> StagingAllocator:
+    """Find, check, probe and build the allocator that a configuration names, and say in a log line which it is.
+
+    Another one is never taken instead.
+
+    Parameters
+    ----------
+    config : EPLBConfig
+        ``staging`` is read; None is torch's own allocator.
+    catalog : Catalog
+        What is installed.
+    weights : torch.device
+        Where the weights live.
+    landing_device : {"weights", "host"}
+        Where the backend stages.
+    backend : str
+        Its name, for messages.
+
+    Returns
+    -------
+    StagingAllocator
+
+    Raises
+    ------
+    ConfigError
+        EPLB-C011: no such allocator. EPLB-C014: it cannot be used here, for these weights, or with this backend.
+    EplbError
+        What the allocator's own ``probe`` raises.
+    DiscoveryError
+        EPLB-D002: the name is claimed by more than one distribution. EPLB-D006: its class cannot be imported.
+    """
+    name = config.staging or DEFAULT
+    info = resolve(catalog, "staging", name)
+    on_host = landing_device == "host" or weights.type == "cpu"
+    reason = why_unfit(info, weights.type, "host" if on_host else "device", backend)
+    if reason is not None:
+        hint = f"To install: {info.install_hint}" if info.install_hint else ""
+        raise ConfigError("EPLB-C014", staging=name, reason=reason, detail=hint)
+    target: Any = load_target(info.target)
+    found = _probe(name, target, weights)
+    facts = "; ".join(f"{fact}: {value}" for fact, value in found.items())
+    why = "named in the configuration" if config.staging else "torch's own, as staging= names no other"
+    level = logging.INFO if config.staging else logging.DEBUG
+    logger.log(level, "EPLB staging %s for %s: %s%s.", name, backend, why, f" ({facts})" if facts else "")
+    return target(weights)  # type: ignore[no-any-return]
+
+
+def _probe(name: str, target: Any, weights: torch.device) -> Mapping[str, str]:
+    if not hasattr(target, "probe"):
+        return {}
+    try:
+        found: Mapping[str, str] = contained("its probe()", lambda: target.probe(weights))
+    except PluginRaisedError as raised:
+        if isinstance(raised.__cause__, EplbError):
+            raise raised.__cause__ from None
+        raise ConfigError("EPLB-C014", staging=name, reason=str(raised)) from raised.__cause__
+    return found
+
+
+def why_unfit(info: StagingInfo, device_type: str, staged_on: str | None = None, backend: str = "") -> str | None:
+    """Say why an allocator cannot serve, or None.
+
+    Parameters
+    ----------
+    info : StagingInfo
+        What its plugin declares.
+    device_type : str
+        ``torch.device.type`` of the weights.
+    staged_on : {"host", "device"} or None
+        Where the backend stages; None asks about weights and machine alone.
+    backend : str
+        Its name, for the reason.
+
+    Returns
+    -------
+    str or None
+        The first reason in the order device, memory, available.
+    """
+    if not {"*", device_type} & set(info.device_types):
+        return f"it stages for {', '.join(info.device_types)}, not for {device_type}"
+    if staged_on is not None and info.memory not in (staged_on, "any"):
+        places = {"host": "host memory", "device": "device memory"}
+        return f"{backend} stages in {places[staged_on]}, and it has {places[info.memory]} only"
+    return why_unavailable(info)

@@ -1,0 +1,1 @@
+"""Landing and staging memory, and the copies out of it. Internal."""

@@ -1,0 +1,105 @@
+"""The copies of one layer's commit, laid out before its vote."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from eplb_core.weights.layout import LayerGeometry
+
+if TYPE_CHECKING:
+    from eplb_core.backend import MoveColumns
+    from eplb_core.plan import CommitPlan
+from eplb_core.memory.landing import LandingMemory
+
+
+@dataclass(frozen=True, eq=False)
+class CommitCopies:
+    """The copies of one layer's commit, ready to run: steps in order, each a list of (to, from) rows.
+
+    Built before the vote, so that a commit allocates nothing and checks nothing.
+
+    Parameters
+    ----------
+    steps : tuple of (list of torch.Tensor, list of torch.Tensor)
+        Destinations and sources of each step; the copies of a step are independent of each other.
+    nbytes_local : int
+        Bytes of rows that come from this rank itself.
+    """
+
+    steps: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...]
+    nbytes_local: int
+
+    def run(self) -> None:
+        """Copy, on the caller's current stream."""
+        for destinations, sources in self.steps:
+            torch._foreach_copy_(destinations, sources, non_blocking=True)
+
+
+NOTHING = CommitCopies((), 0)
+"""The commit of a layer whose transfer did not come to be."""
+
+
+def commit_copies(
+    row_views: Sequence[Sequence[torch.Tensor]],
+    geometry: LayerGeometry,
+    plan: CommitPlan,
+    receives: MoveColumns,
+    landing: LandingMemory,
+    slot: int,
+) -> CommitCopies:
+    """Lay out the commit of one layer on this rank.
+
+    Parameters
+    ----------
+    row_views : ``[num_tensors][num_local_physical_experts]`` of torch.Tensor
+        Live rows, uint8.
+    geometry : LayerGeometry
+        Of the layer.
+    plan : CommitPlan
+        Local moves in place, level by level, then received rows, then duplicates of them.
+    receives : MoveColumns
+        Where each received row lies.
+    landing : LandingMemory
+        Holds them.
+    slot : int
+        Which slot.
+
+    Returns
+    -------
+    CommitCopies
+    """
+    moving = geometry.moving.tolist()
+    sizes = geometry.nbytes.tolist()
+    spare_number = geometry.num_local_physical_experts
+    steps: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+
+    def live(tensor: int, row: int) -> torch.Tensor:
+        return landing.spare_row(tensor, sizes[tensor]) if row == spare_number else row_views[tensor][row]
+
+    pairs = plan.copies.tolist()
+    for start, end in itertools.pairwise(plan.level_starts.tolist()):
+        level = pairs[start:end]
+        steps.append(
+            (
+                [live(tensor, to) for to, _ in level for tensor in moving],
+                [live(tensor, source) for _, source in level for tensor in moving],
+            )
+        )
+    if len(receives):
+        to = [row_views[t][r] for t, r in zip(receives.tensor.tolist(), receives.row.tolist(), strict=True)]
+        steps.append((to, landing.landed_rows(slot, receives)))
+    duplicates = plan.duplicates.tolist()
+    if duplicates:
+        steps.append(
+            (
+                [row_views[tensor][to] for to, _ in duplicates for tensor in moving],
+                [row_views[tensor][source] for _, source in duplicates for tensor in moving],
+            )
+        )
+    local_rows = sum(1 for to, _ in pairs if to != spare_number) + len(duplicates)
+    return CommitCopies(tuple(steps), local_rows * sum(sizes[tensor] for tensor in moving))

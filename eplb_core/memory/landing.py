@@ -1,0 +1,96 @@
+"""Landing memory: where rows wait until a layer commits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from eplb_core.backend import StagingAllocator, StagingBlock
+from eplb_core.weights.layout import LayerGeometry, Layout
+
+if TYPE_CHECKING:
+    from eplb_core.backend import MoveColumns
+
+
+class LandingMemory:
+    """``staging_layers`` slots, each big enough for what one rank receives of any layer, and one spare row per tensor.
+
+    Parameters
+    ----------
+    layout : Layout
+        What is registered.
+    staging_layers : int
+        Slots, 1 or 2.
+    landing_layout : {"rows", "packed_by_peer"}
+        How the backend lays rows out in a slot.
+    landing_device : torch.device
+        Where the slots are.
+    num_peers : int
+        Most ranks one slot receives from.
+    allocator : StagingAllocator
+        Owner of the memory.
+    host_landing : list of list of torch.Tensor or None
+        The host's own landing rows, ``[staging_layers][num_tensors]`` uint8 ``[rows, nbytes]``; "rows" layout only.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        staging_layers: int,
+        landing_layout: str,
+        landing_device: torch.device,
+        num_peers: int,
+        allocator: StagingAllocator,
+        host_landing: list[list[torch.Tensor]] | None,
+    ) -> None:
+        self.rows = host_landing
+        self._allocator = allocator
+        self._layout_name = landing_layout
+        nbytes = max(_slot_nbytes(g, landing_layout, num_peers) for g in layout.geometries)
+        count = 0 if host_landing is not None else staging_layers
+        self._blocks: list[StagingBlock] = []
+        try:
+            for _ in range(count):
+                self._blocks.append(allocator.allocate(nbytes, landing_device))
+        except BaseException:
+            self.release()
+            raise
+        self.slots = [block.data for block in self._blocks]
+        self.nbytes = sum(slot.numel() for slot in self.slots)
+        widest = max((int(n) for g in layout.geometries for n in g.nbytes), default=0)
+        tensors = max(len(g.nbytes) for g in layout.geometries)
+        self._spare = [torch.empty(widest, dtype=torch.uint8, device=layout.device) for _ in range(tensors)]
+
+    def spare_row(self, tensor: int, nbytes: int) -> torch.Tensor:
+        """Return the spare row of a tensor, uint8 ``[nbytes]``."""
+        return self._spare[tensor][:nbytes]
+
+    def landed_rows(self, slot: int, receives: MoveColumns) -> list[torch.Tensor]:
+        """Return where each received row lies, uint8 ``[nbytes]``."""
+        if self.rows is not None:
+            rows = self.rows[slot]
+            return [rows[t][r] for t, r in zip(receives.tensor.tolist(), receives.row.tolist(), strict=True)]
+        slot_bytes = self.slots[slot]
+        ends = (receives.landing_offset + receives.nbytes).tolist()
+        return [slot_bytes[start:end] for start, end in zip(receives.landing_offset.tolist(), ends, strict=True)]
+
+    def release(self, events: Mapping[int, object] | None = None, rest: object | None = None) -> None:
+        """Give the slots back to their allocator.
+
+        Parameters
+        ----------
+        events : mapping of int to event or None
+            By slot: the recorded event after which nothing reads or writes it.
+        rest : event or None
+            The same for the slots that `events` does not name; None: nothing touches them now.
+        """
+        blocks, self._blocks, self.slots = self._blocks, [], []
+        for slot, block in enumerate(blocks):
+            self._allocator.release(block, (events or {}).get(slot) or rest)
+
+
+def _slot_nbytes(geometry: LayerGeometry, landing_layout: str, num_peers: int) -> int:
+    return geometry.nbytes_grid if landing_layout == "rows" else geometry.nbytes_packed(num_peers)

@@ -1,0 +1,88 @@
+"""The maps a host gives: checked, brought into one form, and digested."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_core.arrays import IntArray
+from eplb_core.errors import PlanError
+
+
+def check_maps(
+    old: object, new: object, *, num_layers: int, world_size: int, num_local_physical_experts: int
+) -> tuple[IntArray, IntArray]:
+    """Check a pair of maps and bring them into one form.
+
+    Parameters
+    ----------
+    old, new : array_like
+        ``physical_to_logical_map`` before and after: integers ``[num_layers, world_size * num_local_physical_experts]``
+        (numpy, CPU torch, nested lists), the logical expert of each slot, -1 for an empty one. Rank r owns the columns
+        from ``r * num_local_physical_experts``.
+    num_layers, world_size, num_local_physical_experts : int
+        What was registered.
+
+    Returns
+    -------
+    old, new : IntArray
+        C-contiguous copies.
+
+    Raises
+    ------
+    PlanError
+        EPLB-P001, saying which map is wrong and in what.
+    """
+    shape = (num_layers, world_size * num_local_physical_experts)
+    whose = f"{num_layers} layers, {world_size} ranks x {num_local_physical_experts} local physical experts"
+    return _checked("old map", old, shape, whose), _checked("new map", new, shape, whose)
+
+
+def _checked(name: str, given: object, shape: tuple[int, int], whose: str) -> IntArray:
+    try:
+        array = np.asarray(given)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a device
+        raise PlanError("EPLB-P001", problem=f"the {name} cannot be read as an array: {error}") from error
+    if array.shape != shape:
+        raise PlanError("EPLB-P001", problem=f"the {name} has shape {array.shape}, expected {shape} ({whose})")
+    if array.dtype.kind not in "iu":
+        raise PlanError("EPLB-P001", problem=f"the {name} holds {array.dtype}, expected integers")
+    wrong = (array < -1) | (array > np.iinfo(np.int64).max)
+    if wrong.any():
+        layer, slot = np.argwhere(wrong)[0]
+        raise PlanError(
+            "EPLB-P001",
+            problem=f"the {name} holds {array[layer, slot]} at layer {layer}, slot {slot}",
+            detail="Logical experts are 0 or more, -1 is an empty slot.",
+        )
+    return np.array(array, np.int64, order="C")
+
+
+def map_digest(array: npt.ArrayLike) -> bytes:
+    """Digest a map.
+
+    Parameters
+    ----------
+    array : array_like of int
+        Any shape, integer dtype and strides.
+
+    Returns
+    -------
+    bytes
+        16 bytes over the shape and the values as int64.
+
+    Raises
+    ------
+    PlanError
+        EPLB-P001 when the values are no integers, or do not fit int64.
+    """
+    values = np.asarray(array)
+    if values.dtype.kind not in "iu":
+        raise PlanError("EPLB-P001", problem=f"it holds {values.dtype}, not integers")
+    if values.dtype == np.uint64 and values.size and int(values.max()) >= 1 << 63:
+        raise PlanError("EPLB-P001", problem=f"{values.max()} does not fit int64")
+    digest = hashlib.blake2b(repr(values.shape).encode(), digest_size=16)
+    digest.update(np.ascontiguousarray(values, dtype="<i8").data)
+    return digest.digest()

@@ -1,0 +1,1 @@
+"""From begin() to a committed row. Internal; `eplb_core.Communicator` is its face."""

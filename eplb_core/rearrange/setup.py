@@ -1,0 +1,152 @@
+"""What a communicator is made of: the chosen backend's class and options, the staging allocator, the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from pydantic import BaseModel, ValidationError
+
+from eplb_core.backend import BackendInfo, StagingAllocator
+from eplb_core.discovery.discover import discover, load_target
+from eplb_core.discovery.select import resolve, select
+from eplb_core.discovery.select_staging import build_allocator
+from eplb_core.errors import ConfigError, DiscoveryError, EplbError
+from eplb_core.memory.streams import Streams
+from eplb_core.weights.layout import Layout
+
+if TYPE_CHECKING:
+    from eplb_core.config import EPLBConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Assembly:
+    """What every epoch of a communicator is made of; fixed when it is built.
+
+    Parameters
+    ----------
+    name : str
+        Of the communicator.
+    config : EPLBConfig
+        The host's.
+    info : BackendInfo
+        The chosen backend's.
+    backend_class : type
+        Loaded from ``info.target``.
+    backend_version : str
+        Version of the distribution that offers it.
+    options : object
+        The backend's options model, checked.
+    layout : Layout
+        Registered tensors.
+    streams : Streams
+        Of the weights' device.
+    allocator : StagingAllocator
+        For landing memory and send staging.
+    observers : sequence of object
+        Of this communicator.
+    """
+
+    name: str
+    config: EPLBConfig
+    info: BackendInfo
+    backend_class: Any
+    backend_version: str
+    options: Any
+    layout: Layout
+    streams: Streams
+    allocator: StagingAllocator
+    observers: Sequence[object]
+
+    @property
+    def label(self) -> str:
+        """Leading word of the backend's errors."""
+        return self.info.label or self.info.name
+
+
+def assemble(
+    config: EPLBConfig,
+    layout: Layout,
+    *,
+    stream: Any,
+    options: Mapping[str, Any] | BaseModel | None,
+    observers: Sequence[object],
+    name: str,
+) -> Assembly:
+    """Choose the backend, check its options, load its class, probe it, and build the staging allocator.
+
+    Parameters
+    ----------
+    config, stream, options, observers, name
+        See `Communicator`.
+    layout : Layout
+        What is registered.
+
+    Returns
+    -------
+    Assembly
+
+    Raises
+    ------
+    ConfigError
+        No backend fits, or its options do not, or the staging allocator does not, or the policy is not installed.
+    DiscoveryError
+        The chosen backend cannot be loaded, or fails its probe; no other is taken instead.
+    """
+    catalog = discover()
+    if config.policy != "default":  # which is the core's own, eplb_core.balancing
+        resolve(catalog, "policy", config.policy)
+    info = select(config, device_type=layout.device.type, catalog=catalog).info
+    checked = _check_options(info, options)
+    cls: Any = load_target(info.target)
+    if getattr(cls, "landing_layout", None) not in ("rows", "packed_by_peer"):
+        reason = f"{info.target} must declare landing_layout as 'rows' or 'packed_by_peer'"
+        raise DiscoveryError("EPLB-D003", backend=info.name, reason=reason)
+    if getattr(cls, "landing_device", None) not in ("weights", "host"):
+        reason = f"{info.target} must declare landing_device as 'weights' or 'host'"
+        raise DiscoveryError("EPLB-D003", backend=info.name, reason=reason)
+    if hasattr(cls, "probe"):
+        try:
+            cls.probe(checked)
+        except EplbError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise DiscoveryError("EPLB-D004", backend=info.name, reason=reason, detail=info.install_hint) from error
+    return Assembly(
+        name=name,
+        config=config,
+        info=info,
+        backend_class=cls,
+        backend_version=catalog.origins["backend", info.name].version,
+        options=checked,
+        layout=layout,
+        streams=Streams(layout.device, stream, float(config.timeout_s)),
+        allocator=build_allocator(
+            config, catalog, weights=layout.device, landing_device=cls.landing_device, backend=info.name
+        ),
+        observers=tuple(observers),
+    )
+
+
+def _check_options(info: BackendInfo, options: Mapping[str, Any] | BaseModel | None) -> BaseModel | None:
+    given: object = options
+    if given is not None and not isinstance(given, (Mapping, BaseModel)):
+        problem = f"expected a mapping or an options model, got {type(given).__name__}"
+        raise ConfigError("EPLB-C008", backend=info.name, problem=problem)
+    model: Any = load_target(info.options) if isinstance(info.options, str) else info.options
+    if model is None:
+        if options:
+            raise ConfigError("EPLB-C008", backend=info.name, problem="it takes no options")
+        return None
+    if isinstance(options, model):
+        return cast("BaseModel", options)
+    if isinstance(options, BaseModel):
+        problem = f"expected {model.__name__}, got {type(options).__name__}"
+        raise ConfigError("EPLB-C008", backend=info.name, problem=problem)
+    try:
+        return cast("BaseModel", model(**{str(key): value for key, value in (options or {}).items()}))
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError("EPLB-C008", backend=info.name, problem=problems) from error

@@ -1,0 +1,1 @@
+"""How the members of an epoch decide, and who is alive. Internal."""

@@ -1,0 +1,173 @@
+"""Who is alive: a ring of TCP connections whose end of file means that a neighbour's process is gone."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from eplb_core.errors import EplbError, MetadataError, error_for
+from eplb_core.wire.envelope import seal, unseal
+
+_GOODBYE = b"B"
+_HELLO_NBYTES = 4096
+
+
+class Ring:
+    """This rank's two connections, to the members before and after it.
+
+    No heartbeats: cores that are starved of time would make false deaths. A killed process closes its sockets at
+    once, whatever its peers are doing; a stopped one is left to the limits of the waits.
+
+    Parameters
+    ----------
+    host : str
+        Address to listen on, reached by the neighbours.
+    name, rank, epoch : str, int, int
+        What the greeting is bound to.
+    members : sequence of int
+        The ring, ascending.
+    """
+
+    def __init__(self, host: str, *, name: str, rank: int, epoch: int, members: Sequence[int]) -> None:
+        self._name, self._rank, self._epoch = name, rank, epoch
+        place = list(members).index(rank)
+        self.right = members[(place + 1) % len(members)]
+        self.left = members[place - 1]
+        self._alone = len(members) == 1
+        self._sockets: dict[int, tuple[int, socket.socket]] = {}  # by descriptor: (neighbour, connection)
+        self._poll = select.poll()
+        self._left_politely: set[int] = set()
+        self._dead: list[int] = []
+        self._listener = None if self._alone else socket.create_server((host, 0), family=_family(host), backlog=8)
+
+    @property
+    def port(self) -> int:
+        """Port to tell the left neighbour."""
+        return 0 if self._listener is None else int(self._listener.getsockname()[1])
+
+    def connect(
+        self, address_of_right: tuple[str, int], timeout_s: float, give_up: Callable[[], EplbError | None]
+    ) -> None:
+        """Connect to the right neighbour and accept the left one; both ends greet.
+
+        Parameters
+        ----------
+        address_of_right : (str, int)
+            Host and port of the right neighbour's listener.
+        timeout_s : float
+            Limit, seconds.
+        give_up : callable
+            Looked at between tries; an error it returns is raised.
+
+        Raises
+        ------
+        StalledError
+            A neighbour did not connect in time.
+        """
+        if self._listener is None:
+            return
+        until = time.monotonic() + timeout_s
+        outgoing = socket.create_connection(address_of_right, timeout=max(0.05, timeout_s))
+        outgoing.sendall(self._greeting())
+        self._watch(self.right, outgoing)
+        self._listener.settimeout(0.1)
+        while True:
+            try:
+                incoming, _ = self._listener.accept()
+            except TimeoutError:
+                incoming = None
+            if incoming is not None and self._greets(incoming):
+                break
+            error = give_up()
+            if error is not None:
+                raise error
+            if time.monotonic() >= until:
+                raise error_for(
+                    "EPLB-T002", seconds=timeout_s, where="connect, liveness ring", waiting_for=f"rank {self.left}"
+                )
+        self._listener.close()
+        self._listener = None
+
+    def poll(self) -> int | None:
+        """Look, without waiting, whether a neighbour is gone; return its rank. Costs one system call."""
+        for descriptor, _ in self._poll.poll(0):
+            neighbour, connection = self._sockets[descriptor]
+            try:
+                data = connection.recv(64)
+            except BlockingIOError:
+                continue
+            except OSError:
+                data = b""
+            if _GOODBYE in data:
+                self._left_politely.add(neighbour)
+            if data == b"":
+                self._poll.unregister(descriptor)
+                del self._sockets[descriptor]
+                connection.close()
+                if neighbour not in self._left_politely and neighbour not in self._dead:
+                    self._dead.append(neighbour)
+        return self._dead[0] if self._dead else None
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        """Neighbours found dead so far."""
+        return tuple(self._dead)
+
+    @property
+    def departed(self) -> frozenset[int]:
+        """Neighbours that said goodbye."""
+        return frozenset(self._left_politely)
+
+    def close(self, *, goodbye: bool) -> None:
+        """Close both connections; without a goodbye the neighbours take this rank for dead."""
+        for descriptor, (_, connection) in self._sockets.items():
+            if goodbye:
+                with suppress(OSError):  # the neighbour is gone already
+                    connection.send(_GOODBYE)
+            self._poll.unregister(descriptor)  # a backend may look once more while it closes
+            connection.close()
+        self._sockets.clear()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _greeting(self) -> bytes:
+        body = seal("ring", b"", name=self._name, rank=self._rank, epoch=self._epoch, generation=0)
+        return len(body).to_bytes(2, "big") + body
+
+    def _greets(self, connection: socket.socket) -> bool:
+        # Anyone may knock on a port; only the left neighbour of this very ring is let in.
+        connection.settimeout(2.0)
+        try:
+            size = int.from_bytes(_read(connection, 2), "big")
+            greeting = _read(connection, min(size, _HELLO_NBYTES))
+            unseal(
+                greeting, "ring", name=self._name, rank=self.left, epoch=self._epoch, generation=0, limit=_HELLO_NBYTES
+            )
+        except (OSError, MetadataError):
+            connection.close()
+            return False
+        self._watch(self.left, connection)
+        return True
+
+    def _watch(self, neighbour: int, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._sockets[connection.fileno()] = (neighbour, connection)
+        self._poll.register(connection.fileno(), select.POLLIN)
+
+
+def _read(connection: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        part = connection.recv(nbytes - len(data))
+        if not part:
+            raise OSError("closed")
+        data += part
+    return data
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]

@@ -1,0 +1,1 @@
+"""What is registered: tensors seen as rows of bytes. Internal."""

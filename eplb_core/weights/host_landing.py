@@ -1,0 +1,103 @@
+"""A host's own landing memory: checked against the weights it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from eplb_core.errors import ConfigError
+from eplb_core.weights.layout import Layout, _key, _listed
+from eplb_core.weights.rows import overlapping, spans_of, view_rows
+
+
+def check_landing(
+    landing: Sequence[Sequence[torch.Tensor]], layout: Layout, *, staging_layers: int | None = None
+) -> list[list[torch.Tensor]]:
+    """Check a host's own landing memory and view it as rows of bytes.
+
+    Parameters
+    ----------
+    landing : sequence of sequence of torch.Tensor
+        ``[staging_layers][num_tensors]``, dense like weights, all on the weights' device or all on the CPU. Each has
+        as many rows, of as many bytes, as the weight of that index in **every** layer; dtype and shape are free.
+    layout : Layout
+        The weights it is for.
+    staging_layers : int or None
+        How many slots there must be; None takes the number given.
+
+    Returns
+    -------
+    list of list of torch.Tensor
+        ``[staging_layers][num_tensors]``, uint8 ``[num_local_physical_experts, nbytes_per_expert]``, sharing the
+        host's memory.
+
+    Raises
+    ------
+    ConfigError
+        EPLB-C010, naming the slot and the tensor.
+    """
+    slots = _listed(landing, "landing", _unfit)
+    if staging_layers is not None and len(slots) != staging_layers:
+        raise _unfit("landing", f"it has {len(slots)} slots where staging_layers is {staging_layers}")
+    views: list[list[torch.Tensor]] = []
+    for slot, values in enumerate(slots):
+        tensors = _listed(values, f"landing slot {slot}", _unfit)
+        for layer, layer_rows in enumerate(layout.rows):
+            if len(tensors) != len(layer_rows):
+                other = f"it holds {len(tensors)} tensors where layer {layer} has {len(layer_rows)}"
+                raise _unfit(f"landing slot {slot}", other)
+        views.append([])
+        for index, tensor in enumerate(tensors):
+            _, view = view_rows(tensor, _slot(slot, index), _unfit)
+            first = views[0][0] if views[0] else view
+            if view.device not in {layout.device, torch.device("cpu")}:
+                raise _unfit(_slot(slot, index), f"it is on {view.device}, the weights are on {layout.device}")
+            if view.device != first.device:
+                raise _unfit(_slot(slot, index), f"it is on {view.device}, {_slot(0, 0)} on {first.device}")
+            for layer, layer_rows in enumerate(layout.rows):
+                if view.shape != layer_rows[index].shape:
+                    weight = layer_rows[index].shape
+                    other = _key(layer, layout.shared.names[layer][index])
+                    problem = (
+                        f"it has {view.shape[0]} rows of {view.shape[1]} bytes, {other} {weight[0]} of {weight[1]}"
+                    )
+                    raise _unfit(_slot(slot, index), problem)
+            views[-1].append(view)
+    _refuse_shared_landing(views, layout)
+    return views
+
+
+def _slot(slot: int, index: int) -> str:
+    return f"landing slot {slot} tensor {index}"
+
+
+def _unfit(key: str, problem: str) -> ConfigError:
+    return ConfigError("EPLB-C010", problem=f"{key} does not fit: {problem}")
+
+
+def _refuse_shared_landing(views: list[list[torch.Tensor]], layout: Layout) -> None:
+    """Landing memory of tensors that move must be disjoint, and no live weight."""
+    lands = {int(index) for geometry in layout.geometries for index in geometry.moving}
+    spans = []
+    if views[0][0].device == layout.device:  # addresses of two devices may be equal and mean nothing
+        spans += [
+            span
+            for layer, geometry in enumerate(layout.geometries)
+            for index in geometry.moving.tolist()
+            for span in spans_of(layout.rows[layer][index], layer, index)
+        ]
+    spans += [
+        span
+        for slot, slot_views in enumerate(views)
+        for index in sorted(lands)
+        for span in spans_of(slot_views[index], layout.num_layers + slot, index)
+    ]
+    for span, other in overlapping(spans):
+        slot = other.layer - layout.num_layers
+        shares = (
+            _slot(slot, other.number)
+            if slot >= 0
+            else _key(other.layer, layout.shared.names[other.layer][other.number])
+        )
+        raise _unfit(_slot(span.layer - layout.num_layers, span.number), f"it shares memory with {shares}")

@@ -1,0 +1,260 @@
+"""What is registered: every expert tensor of every layer, checked once, with the sizes that moving them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from eplb_core.arrays import IntArray, aligned
+from eplb_core.errors import MetadataError
+from eplb_core.weights.rows import Key, Refuse, TensorRecord, overlapping, spans_of, view_rows
+
+
+@dataclass(frozen=True)
+class LayoutRecord:
+    """What must be equal about a layout on every rank: plain data, which `eplb_core.wire` encodes and compares.
+
+    Parameters
+    ----------
+    num_local_physical_experts : int
+        Rows of every tensor.
+    names : tuple of tuple of str
+        ``[num_layers][num_tensors]``.
+    tensors : tuple of tuple of TensorRecord
+        ``[num_layers][num_tensors]``; equal layers are one object.
+    """
+
+    num_local_physical_experts: int
+    names: tuple[tuple[str, ...], ...]
+    tensors: tuple[tuple[TensorRecord, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGeometry:
+    """Sizes of one layer's rows and of the landing memory they need. Its arrays are read-only.
+
+    Parameters
+    ----------
+    nbytes : IntArray
+        ``[num_tensors]``, bytes of one expert's row.
+    moving : IntArray
+        Indices of the tensors that move, ascending: exact aliases of an earlier tensor of the layer, and rows of
+        0 bytes, are left out.
+    num_local_physical_experts : int
+        Rows of every tensor.
+    offsets : IntArray
+        ``[num_tensors]``, 64-byte-aligned start of each tensor's grid in a "rows" landing slot; an alias has the start
+        of the tensor it repeats.
+    nbytes_grid : int
+        Bytes of a "rows" landing slot.
+    """
+
+    nbytes: IntArray
+    moving: IntArray
+    num_local_physical_experts: int
+    offsets: IntArray
+    nbytes_grid: int
+
+    @property
+    def nbytes_rows(self) -> int:
+        """Bytes of all rows that move, each once, without padding."""
+        return self.num_local_physical_experts * int(self.nbytes[self.moving].sum())
+
+    def nbytes_packed(self, num_peers: int) -> int:
+        """Return bytes that suffice for a "packed_by_peer" landing slot.
+
+        Parameters
+        ----------
+        num_peers : int
+            Ranks this one may receive from.
+
+        Returns
+        -------
+        int
+            Room for every row once, were each a message of its own; 0 without peers.
+        """
+        if num_peers == 0:
+            return 0
+        return self.num_local_physical_experts * int(aligned(self.nbytes[self.moving]).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Registered tensors. Their memory stays valid for as long as this object lives, whatever the host deletes.
+
+    Parameters
+    ----------
+    weights : list of list of torch.Tensor
+        ``[num_layers][num_tensors]``, detached, sharing the host's memory.
+    rows : list of list of torch.Tensor
+        The same memory, uint8 ``[num_local_physical_experts, nbytes_per_expert]``, contiguous.
+    geometries : tuple of LayerGeometry
+        ``[num_layers]``; equal ones are one object.
+    keys : tuple of (int, str)
+        (layer, tensor name) in the order of registration.
+    device : torch.device
+        Where every tensor lies.
+    num_layers : int
+        Layers registered.
+    num_local_physical_experts : int
+        Rows of every tensor.
+    shared : LayoutRecord
+        What `record` returns.
+    """
+
+    weights: list[list[torch.Tensor]]
+    rows: list[list[torch.Tensor]]
+    geometries: tuple[LayerGeometry, ...]
+    keys: tuple[Key, ...]
+    device: torch.device
+    num_layers: int
+    num_local_physical_experts: int
+    shared: LayoutRecord
+
+    def record(self) -> LayoutRecord:
+        """Return what must be equal on every rank."""
+        return self.shared
+
+
+def build_layout(
+    weights: Sequence[Sequence[torch.Tensor]],
+    tensor_names: Sequence[str] | Sequence[Sequence[str]] | None = None,
+) -> Layout:
+    """Check the host's expert tensors and view them as rows of bytes.
+
+    Parameters
+    ----------
+    weights : sequence of sequence of torch.Tensor
+        ``[num_layers][num_tensors]``, first axis the local physical expert, any dtype, dense in memory with the expert
+        axis slowest; the axes of one expert may be permuted. The number of tensors may differ between layers.
+        One memory under two keys of a layer is moved once.
+    tensor_names : sequence of str, sequence of sequence of str, or None
+        ``[num_tensors]`` for all layers or ``[num_layers][num_tensors]``; ``"0"``, ``"1"`` ... when None.
+
+    Returns
+    -------
+    Layout
+        Holds the memory.
+
+    Raises
+    ------
+    MetadataError
+        EPLB-M001, naming the first tensor that cannot be registered and why.
+    """
+    layers = [
+        _listed(tensors, f"list of layer {layer}", _unregistrable)
+        for layer, tensors in enumerate(_listed(weights, "list", _unregistrable))
+    ]
+    names = _names(layers, tensor_names)
+    held: list[list[torch.Tensor]] = []
+    rows: list[list[torch.Tensor]] = []
+    records: list[list[TensorRecord]] = []
+    for layer, tensors in enumerate(layers):
+        held.append([])
+        rows.append([])
+        records.append([])
+        for tensor, name in zip(tensors, names[layer], strict=True):
+            record, view = view_rows(tensor, _key(layer, name), _unregistrable)
+            first = rows[0][0] if rows[0] else view
+            if view.device != first.device:
+                other = f"it is on {view.device}, {_key(0, names[0][0])} on {first.device}"
+                raise _unregistrable(_key(layer, name), other)
+            if len(view) != len(first):
+                other = f"it holds {len(view)} experts, {_key(0, names[0][0])} {len(first)}"
+                raise _unregistrable(_key(layer, name), other)
+            held[-1].append(tensor.detach())
+            rows[-1].append(view)
+            records[-1].append(record)
+    _mark_aliases(rows, records, names)
+
+    num_experts = len(rows[0][0])
+    one_object: dict[tuple[TensorRecord, ...], tuple[TensorRecord, ...]] = {}
+    tensors_of_layers = tuple(one_object.setdefault(record, record) for record in map(tuple, records))
+    geometries = {record: _geometry(record, num_experts) for record in one_object}
+    return Layout(
+        weights=held,
+        rows=rows,
+        geometries=tuple(geometries[record] for record in tensors_of_layers),
+        keys=tuple((layer, name) for layer, layer_names in enumerate(names) for name in layer_names),
+        device=rows[0][0].device,
+        num_layers=len(rows),
+        num_local_physical_experts=num_experts,
+        shared=LayoutRecord(num_experts, names, tensors_of_layers),
+    )
+
+
+def _key(layer: int, name: str) -> str:
+    return f"layer {layer} {name!r}"
+
+
+def _unregistrable(key: str, problem: str) -> MetadataError:
+    return MetadataError("EPLB-M001", key=key, problem=problem)
+
+
+def _listed(values: Any, key: str, refuse: Refuse) -> list[Any]:
+    # A tensor, a string and a dict iterate too, over the wrong things.
+    if isinstance(values, torch.Tensor | str | Mapping) or not isinstance(values, Iterable):
+        raise refuse(key, f"it is a {type(values).__name__} where a list is needed")
+    listed = list(values)
+    if not listed:
+        raise refuse(key, "it is empty")
+    return listed
+
+
+def _names(layers: list[list[Any]], tensor_names: Any) -> tuple[tuple[str, ...], ...]:
+    if tensor_names is None:
+        return tuple(tuple(map(str, range(len(tensors)))) for tensors in layers)
+    given = _listed(tensor_names, "names", _unregistrable)
+    flat = isinstance(given[0], str)
+    if not flat and len(given) != len(layers):
+        raise _unregistrable("names", f"they are for {len(given)} layers where {len(layers)} are registered")
+    names: list[tuple[str, ...]] = []
+    for layer, tensors in enumerate(layers):
+        key = f"names of layer {layer}"
+        layer_names = given if flat else _listed(given[layer], key, _unregistrable)
+        for name in layer_names:
+            if not isinstance(name, str) or not name or not name.isprintable():
+                raise _unregistrable(key, f"{name!r} is not a printable string")
+        if len(layer_names) != len(tensors):
+            raise _unregistrable(key, f"there are {len(layer_names)} for {len(tensors)} tensors")
+        repeated = [name for i, name in enumerate(layer_names) if name in layer_names[:i]]
+        if repeated:
+            raise _unregistrable(key, f"{repeated[0]!r} is there twice")
+        names.append(tuple(layer_names))
+    return tuple(names)
+
+
+def _mark_aliases(
+    rows: list[list[torch.Tensor]], records: list[list[TensorRecord]], names: tuple[tuple[str, ...], ...]
+) -> None:
+    """Mark the same memory under two keys of one layer; refuse any other sharing."""
+    spans = [
+        span
+        for layer, views in enumerate(rows)
+        for index, view in enumerate(views)
+        for span in spans_of(view, layer, index)
+    ]
+    for span, other in overlapping(spans):
+        if span[:3] != other[:3]:
+            problem = f"it shares memory with {_key(other.layer, names[other.layer][other.number])}"
+            only = "; only the very same memory under two keys of one layer can be moved"
+            raise _unregistrable(_key(span.layer, names[span.layer][span.number]), problem + only)
+        records[span.layer][span.number] = replace(records[span.layer][span.number], alias=other.number)
+
+
+def _geometry(records: tuple[TensorRecord, ...], num_experts: int) -> LayerGeometry:
+    nbytes = np.array([record.nbytes for record in records], np.int64)
+    moving = np.array([i for i, record in enumerate(records) if record.nbytes and record.alias < 0], np.int64)
+    ends = np.cumsum(aligned(num_experts * nbytes[moving]))
+    offsets = np.zeros(len(records), np.int64)
+    offsets[moving[1:]] = ends[:-1]
+    for index, record in enumerate(records):
+        if record.alias >= 0:
+            offsets[index] = offsets[record.alias]
+    for array in (nbytes, moving, offsets):
+        array.setflags(write=False)
+    return LayerGeometry(nbytes, moving, num_experts, offsets, int(ends[-1]) if len(ends) else 0)

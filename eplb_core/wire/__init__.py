@@ -1,0 +1,1 @@
+"""What is sent between ranks, and how it is checked. Internal."""
