@@ -412,6 +412,19 @@ _add(
     solutions=["correct what the message names", "give one node per rank, absent ranks included"],
 )
 
+_add(
+    "EPLB-P008",
+    "Invalid expert load: {problem}.",
+    meaning="What was recorded of a layer's tokens has the wrong shape or type, or cannot be a number of tokens.",
+    when="In LoadBalancer.record(), locally; for values, when a rearrangement reads them, on every rank.",
+    situations=[
+        "counts of logical experts, or of this rank's own slots, where one per physical expert of all ranks is meant",
+        "NaN from a kernel that did not run",
+        "counts of one layer on the host and of another on a device",
+    ],
+    solutions=["record tokens per physical expert, [num_physical_experts], always from the same device"],
+)
+
 # --- T: transfer ------------------------------------------------------------------------------------------------------
 
 _add(
