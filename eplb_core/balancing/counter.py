@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from eplb_core.errors import PlanError
 
 if TYPE_CHECKING:
     import torch
+
+Sums: TypeAlias = "npt.NDArray[np.float64] | torch.Tensor"
+"""Of numpy on the host, where small additions cost it a tenth of what they cost torch; of torch on a device."""
 
 _NEVER = -1
 
@@ -36,9 +40,12 @@ class TokenCounter:
 
     def __init__(self, num_layers: int, num_physical_experts: int) -> None:
         self._shape = (num_layers, num_physical_experts)
+        self._layers = range(num_layers)
         self._recorded_at = [_NEVER] * num_layers
-        self._sums: torch.Tensor | None = None
-        self._of_step: torch.Tensor | None = None
+        self._sums: Any = None  # Sums, of one kind or the other
+        self._of_step: Any = None
+        self._sum_rows: list[Any] = []
+        self._step_rows: list[Any] = []
 
     def record(self, layer: int, counts: object, step: int) -> None:
         """Add the counts of one layer in one step.
@@ -58,79 +65,97 @@ class TokenCounter:
             EPLB-P008: no such layer, another shape, no real numbers, or another device than before. Values are not
             looked at here, for that would wait for the device; `LoadSnapshot.of_logical_experts` does.
         """
-        self._check_layer(layer)
-        tensor = self._checked(layer, counts)
-        sums, of_step = self._room(layer, tensor)
+        if type(layer) is not int or layer not in self._layers:
+            layer = self._checked_layer(layer)
+        numbers: Any = counts
+        if type(counts) is not np.ndarray or counts.dtype.kind not in "iuf" or counts.shape != self._shape[1:]:
+            numbers = self._checked(layer, counts)
+        if self._sums is None or type(numbers) is not type(self._sums) or not isinstance(numbers, np.ndarray):
+            self._make_room(layer, numbers)
         before, self._recorded_at[layer] = self._recorded_at[layer], step
+        of_step = self._step_rows[layer]
         if before == step:
-            of_step[layer].add_(tensor.to(of_step.dtype))
+            of_step += numbers
             return
         if before != _NEVER:
-            sums[layer].add_(of_step[layer])
-        of_step[layer].copy_(tensor)
+            self._sum_rows[layer] += of_step
+        of_step[:] = numbers
 
     def drop_step(self, step: int) -> None:
         """Forget what was recorded in a step."""
         if step in self._recorded_at:
             self._recorded_at = [_NEVER if at == step else at for at in self._recorded_at]
 
-    def take(self) -> torch.Tensor | None:
+    def take(self) -> Sums | None:
         """Give the sums away, [num_layers, num_physical_experts], and begin at zero; None when nothing was recorded."""
-        if self._sums is None or self._of_step is None:
+        if self._sums is None:
             return None
         for layer, at in enumerate(self._recorded_at):
             if at != _NEVER:
-                self._sums[layer].add_(self._of_step[layer])
-        taken, self._sums = self._sums, self._sums.new_zeros(self._shape)
+                self._sum_rows[layer] += self._step_rows[layer]
+        taken: Sums = self._sums
         self._recorded_at = [_NEVER] * self._shape[0]
+        self._sums = np.zeros_like(taken) if isinstance(taken, np.ndarray) else taken.new_zeros(self._shape)
+        self._sum_rows = list(self._sums)
         return taken
 
-    def take_layer(self, layer: int) -> torch.Tensor | None:
+    def take_layer(self, layer: int) -> Sums | None:
         """Give one layer's sums away, [num_physical_experts], and begin it at zero; None when nothing was recorded."""
-        if self._sums is None or self._of_step is None:
+        if self._sums is None:
             return None
-        taken = self._sums[layer].clone()
+        taken: Sums = self._sum_rows[layer] + 0
         if self._recorded_at[layer] != _NEVER:
-            taken.add_(self._of_step[layer])
-        self._sums[layer].zero_()
+            taken += self._step_rows[layer]
+        self._sum_rows[layer][:] = 0
         self._recorded_at[layer] = _NEVER
         return taken
 
-    def _room(self, layer: int, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _make_room(self, layer: int, counts: Any) -> None:
         import torch
 
-        if self._sums is None or self._of_step is None:
-            whole = counts.device.type != "cpu" and not counts.is_floating_point()
-            dtype = torch.int64 if whole else torch.float64
-            self._sums = torch.zeros(self._shape, dtype=dtype, device=counts.device)
-            self._of_step = torch.zeros_like(self._sums)
-        elif counts.device != self._sums.device:
-            problem = f"the counts of layer {layer} are on {counts.device}, earlier ones were on {self._sums.device}"
-            raise PlanError("EPLB-P008", problem=problem)
-        elif counts.is_floating_point() and not self._sums.is_floating_point():
+        where = "cpu" if isinstance(counts, np.ndarray) else counts.device
+        if self._sums is None:
+            if isinstance(counts, np.ndarray):
+                self._sums, self._of_step = np.zeros(self._shape), np.zeros(self._shape)
+            else:
+                dtype = torch.float64 if counts.is_floating_point() else torch.int64
+                self._sums = torch.zeros(self._shape, dtype=dtype, device=counts.device)
+                self._of_step = torch.zeros_like(self._sums)
+        else:
+            held = "cpu" if isinstance(self._sums, np.ndarray) else self._sums.device
+            if held != where:
+                problem = f"the counts of layer {layer} are on {where}, earlier ones were on {held}"
+                raise PlanError("EPLB-P008", problem=problem)
+            if isinstance(counts, np.ndarray) or not counts.is_floating_point() or self._sums.dtype == torch.float64:
+                return
             self._sums, self._of_step = self._sums.double(), self._of_step.double()
-        return self._sums, self._of_step
+        self._sum_rows, self._step_rows = list(self._sums), list(self._of_step)
 
-    def _check_layer(self, layer: object) -> None:
-        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)) or not 0 <= layer < self._shape[0]:
+    def _checked_layer(self, layer: object) -> int:
+        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)) or int(layer) not in self._layers:
             raise PlanError("EPLB-P008", problem=f"layer {layer!r} is none of the {self._shape[0]} layers")
+        return int(layer)
 
-    def _checked(self, layer: int, counts: Any) -> torch.Tensor:
+    def _checked(self, layer: int, counts: Any) -> Sums:
+        """Return counts as an array of numpy's when they are on the host, else as the tensor that they are."""
         import torch
 
+        found: Any = counts
         if isinstance(counts, torch.Tensor):
-            tensor, real = counts.detach(), not counts.is_complex()
+            real, shape = not counts.is_complex(), tuple(counts.shape)
+            found = counts.detach()
+            if real and counts.device.type == "cpu":  # numpy has no bfloat16
+                plain = not counts.is_floating_point() or counts.dtype in (torch.float64, torch.float32)
+                found = (found if plain else found.double()).numpy()
         else:
             try:
-                array = np.asarray(counts)
+                found = np.asarray(counts)
             except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, arrays of a host's own kind
                 problem = f"the counts of layer {layer} cannot be read as an array: {error}"
                 raise PlanError("EPLB-P008", problem=problem) from error
-            real = array.dtype.kind in "biuf"
-            # torch has not every integer type of numpy's; float64 has all of their tokens.
-            tensor = torch.from_numpy(array.astype(np.float64)) if real else torch.empty(array.shape)
-        if not real or tuple(tensor.shape) != self._shape[1:]:
-            found = f"{counts.dtype if hasattr(counts, 'dtype') else type(counts).__name__} {list(tensor.shape)}"
+            real, shape = found.dtype.kind in "biuf", found.shape
+        if not real or shape != self._shape[1:]:
             problem = f"the counts of layer {layer} should be real [{self._shape[1]}], one per physical expert"
-            raise PlanError("EPLB-P008", problem=f"{problem}, got {found}")
-        return tensor
+            kind = counts.dtype if hasattr(counts, "dtype") else type(counts).__name__
+            raise PlanError("EPLB-P008", problem=f"{problem}, got {kind} {list(shape)}")
+        return cast("Sums", found)

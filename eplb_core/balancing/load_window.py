@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core.balancing.counter import TokenCounter
+from eplb_core.balancing.counter import Sums, TokenCounter
 from eplb_core.errors import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from eplb_core.arrays import IntArray
     from eplb_core.balancing.arguments import FloatArray
@@ -29,18 +27,18 @@ class _Segment:
     ----------
     begins_after : int
         The last step before it.
-    sums : torch.Tensor or None
+    sums : Sums or None
         [num_layers, num_physical_experts], of the placement that held at its end.
     rows : tuple of IntArray
         That placement, a map row per layer.
-    moved : list of (int, IntArray, torch.Tensor)
+    moved : list of (int, IntArray, Sums)
         Layers that changed their placement within it: what was counted before, and under which map row.
     """
 
     begins_after: int
-    sums: torch.Tensor | None = None
+    sums: Sums | None = None
     rows: tuple[IntArray, ...] = ()
-    moved: list[tuple[int, IntArray, torch.Tensor]] = field(default_factory=list)
+    moved: list[tuple[int, IntArray, Sums]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,7 +179,11 @@ class LoadWindow:
             return None
         while self._closed and self._closed[0].begins_after < step - self._window_size:
             self._closed.popleft()
-        on_device = any(segment.sums is not None and segment.sums.device.type != "cpu" for segment in self._closed)
+        on_device = any(
+            sums is not None and not isinstance(sums, np.ndarray)
+            for segment in self._closed
+            for sums in (segment.sums, *(taken for _, _, taken in segment.moved))
+        )
         return LoadSnapshot(step, self._num_logical_experts, tuple(self._closed), mark() if on_device else None)
 
     def _is_in_a_window(self, step: int) -> bool:
@@ -193,6 +195,8 @@ def _by_expert(expert: IntArray, tokens: FloatArray, width: int) -> FloatArray:
     return np.bincount(wrapped.ravel(), weights=tokens.ravel(), minlength=width).astype(np.float64, copy=False)
 
 
-def _on_host(sums: torch.Tensor) -> FloatArray:
+def _on_host(sums: Sums) -> FloatArray:
+    if isinstance(sums, np.ndarray):
+        return sums
     array: FloatArray = sums.cpu().double().numpy()
     return array
