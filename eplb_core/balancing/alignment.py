@@ -97,7 +97,7 @@ def rows_received(old_map: npt.ArrayLike, new_map: npt.ArrayLike, num_ranks: int
     by_rank = (len(old) * num_ranks, old.shape[1] // num_ranks)
     held = count_replicas(old.reshape(by_rank), num_logical_experts) > 0
     needed = count_replicas(new.reshape(by_rank), num_logical_experts) > 0
-    received: IntArray = (needed & ~held).reshape(len(old), -1).sum(axis=1)
+    received: IntArray = (needed & ~held).reshape(len(old), num_ranks * num_logical_experts).sum(axis=1)
     return received
 
 

@@ -200,6 +200,19 @@ _add(
     ],
 )
 
+_add(
+    "EPLB-C015",
+    "The LoadBalancer cannot be built: {problem}.",
+    meaning="An argument of the LoadBalancer does not fit the configuration, the communicator or this machine.",
+    when="When the LoadBalancer is built, on the rank that was given the argument.",
+    situations=[
+        "num_redundant_experts kept its default, 0, and the map has more slots than there are logical experts",
+        "the policy that is named needs a library that is not installed",
+        "the configuration is another one than the communicator's",
+    ],
+    solutions=["correct the argument or the field that the message names"],
+)
+
 # --- D: discovery -----------------------------------------------------------------------------------------------------
 
 _add(
