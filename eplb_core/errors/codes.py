@@ -579,6 +579,21 @@ _add(
     solutions=["start processes with the spawn method", "or fork before the communicator is built"],
 )
 
+_add(
+    "EPLB-T020",
+    "Layer {layer} was to be committed in step {due}, and this rank is in step {step}.",
+    meaning="This rank's engine went past the forward step at which all ranks were to commit a layer.",
+    when="In LoadBalancer.step(), on the rank that is late. The others have committed the layer.",
+    situations=[
+        "step() is called in two threads, or was left by an exception of the host's own",
+        "a communicator and a LoadBalancer of different groups were put together",
+    ],
+    solutions=[
+        "call step() once per forward step, from one thread",
+        "restart the rank: its weights are a layer behind",
+    ],
+)
+
 # --- B: bench and demo ------------------------------------------------------------------------------------------------
 
 _add(
