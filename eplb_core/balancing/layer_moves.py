@@ -1,4 +1,4 @@
-"""In which order a worker starts, awaits and votes on the layers of a rearrangement, so that no circle waits."""
+"""In which order a worker waits for its engine and stages the layers of a rearrangement, so that no circle waits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ class Move(NamedTuple):
 
     Parameters
     ----------
-    verb : {"start", "land", "await copies", "await slots", "vote"}
-        "start" a transfer; "land": wait for its rows; "await copies": until this rank's engine committed the layer and
-        its device has done the copies; "await slots": until every rank came here; "vote": drive a `LayerVote`.
+    verb : {"await copies", "await slots", "stage"}
+        "await copies": until this rank's engine committed the layer; "await slots": until every rank came here;
+        "stage": start its transfer unless that was done, start the next layer's where a landing slot is free, wait for
+        the rows, and drive its `LayerVote`.
     layer : int
         Which layer.
     """
 
-    verb: Literal["start", "land", "await copies", "await slots", "vote"]
+    verb: Literal["await copies", "await slots", "stage"]
     layer: int
 
 
@@ -27,11 +28,13 @@ def moves(layers: Sequence[int], staging_layers: int) -> Iterator[Move]:
 
     From a layer's landed ballot to its decision a worker does nothing that can wait for its engine, for a device or for
     landing memory: its engine may be waiting for that decision, or for the engine of another rank that does. So
-    whatever waits for the engine comes before a vote, and so does the start of the next transfer, which then runs
-    beside the vote.
+    whatever waits for the engine comes before a layer is staged. What starts there are the layer's own transfer and the
+    next one, which then runs beside the vote.
 
     With one slot a transfer starts after the commit of the layer before, and ranks whose engine came to it would wait
     for rows of those whose engine did not; so they wait for each other first, without a limit on it.
+
+    What is left when the moves are over is to await the copies of every layer decided, before the next agree.
 
     Parameters
     ----------
@@ -44,18 +47,9 @@ def moves(layers: Sequence[int], staging_layers: int) -> Iterator[Move]:
     ------
     Move
     """
-    for layer in layers[:staging_layers]:
-        yield Move("start", layer)
     for place, layer in enumerate(layers):
-        yield Move("land", layer)
-        if staging_layers > 1 and place > 0:
+        if place > 0:
             yield Move("await copies", layers[place - 1])
-            yield from (Move("start", later) for later in layers[place + 1 : place + 2])
-        yield Move("vote", layer)
-        if staging_layers == 1:
-            yield Move("await copies", layer)
-            for later in layers[place + 1 : place + 2]:
-                yield Move("await slots", later)
-                yield Move("start", later)
-    if layers and staging_layers > 1:
-        yield Move("await copies", layers[-1])
+            if staging_layers == 1:
+                yield Move("await slots", layer)
+        yield Move("stage", layer)

@@ -145,7 +145,8 @@ class PromiseBook:
         layer : hashable or None
             One that the step may not leave undecided, if there is one.
         due : list of hashable
-            The layers to commit now, in the order of their decisions, handed out once; none while one blocks.
+            The layers to commit now, in the order of their decisions; none while one blocks. They stay due until
+            `committed`, for the worker must not take a layer for committed while its copies are about to be made.
 
         Raises
         ------
@@ -157,10 +158,13 @@ class PromiseBook:
                 if promised <= self.step:
                     return layer, []
             self._check_due()
-            now = [layer for layer, step in self.due.items() if step == self.step]
-            for layer in now:
-                del self.due[layer]
-            return None, now
+            return None, [layer for layer, step in self.due.items() if step == self.step]
+
+    def committed(self, layer: Hashable) -> None:
+        """A layer's copies are enqueued; the worker that may wait for it wakes up."""
+        with self.changed:
+            self.due.pop(layer, None)
+            self.changed.notify_all()
 
     def drop(self) -> list[Hashable]:
         """Give up every layer whose step has not come, whether it is decided or will be; return those decided."""
