@@ -19,6 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 import eplb_core
+from eplb_core.backend import Cancelled
 from eplb_core.cli.app import app
 from eplb_core.errors import ConfigError, MetadataError, TransferError
 from eplb_core.testing import scaffold
@@ -131,7 +132,7 @@ def generated(folder: Path, name: str = "mine"):
     spec = importlib.util.spec_from_file_location(f"generated_{name}", source)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    context = SimpleNamespace(rank=0, cancelled=lambda: "rank 1 gave up")
+    context = SimpleNamespace(rank=0, cancelled=lambda: Cancelled("rank 1 gave up"))
     return module.MineBackend(SimpleNamespace(pause_s=1e-4), context)
 
 

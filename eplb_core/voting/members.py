@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
+from eplb_core.backend.protocol import Cancelled
 from eplb_core.backend.toolkit import Deadline
 from eplb_core.control.store import StoreClient, StoreGone
-from eplb_core.errors import EplbError, StalledError, TransferError, error_for
+from eplb_core.errors import EplbError, PeerLostError, StalledError, TransferError, error_for
 from eplb_core.voting.liveness import Ring
 from eplb_core.voting.vote import Vote, await_decision
 from eplb_core.wire.ballots import Ballot, Decision
@@ -64,7 +65,7 @@ class Council:
         self.pump: Callable[[], None] | None = None
         self._at_hand: Vote | None = None
         self._looked_at_s = 0.0
-        self._cancel_reason: str | None = None
+        self._cancelled: Cancelled | None = None
         self._old_own: list[str] = []
         self._old_shared: list[str] = []
         self._last_vote: Vote | None = None
@@ -87,7 +88,7 @@ class Council:
     def attend(self, vote: Vote) -> None:
         """Make a vote the one whose abort cancels the backend's loops."""
         self._at_hand = vote
-        self._cancel_reason = None
+        self._cancelled = None
         self._looked_at_s = 0.0
 
     def decide(self, vote: Vote, *, timeout_s: float | None = None, pump: Callable[[], None] | None = None) -> Decision:
@@ -134,23 +135,24 @@ class Council:
         named = error_for(error.code, *error.values, detail=detail, **error.fields)
         return named, error.code == "EPLB-T002"
 
-    def cancelled(self) -> str | None:
+    def cancelled(self) -> Cancelled | None:
         """Tell a backend's loop why it should give up, if so; looks at most every 2 ms."""
         now = time.monotonic()
         if now - self._looked_at_s < _LOOK_EVERY_S:
-            return self._cancel_reason
+            return self._cancelled
         self._looked_at_s = now
         try:
             dead = self.ring.poll() if self.ring else None
             if dead is not None:
-                self._cancel_reason = f"rank {dead} is gone"
+                self._cancelled = Cancelled(f"rank {dead} is gone", peer_lost=True)
             elif self._at_hand is not None:
                 decision = self._at_hand.poll()
                 if decision is not None and not decision.commit:
-                    self._cancel_reason = f"rank {decision.by} aborted {self._at_hand.where}: {decision.error}"
+                    reason = f"rank {decision.by} aborted {self._at_hand.where}: {decision.error}"
+                    self._cancelled = Cancelled(reason, peer_lost=isinstance(decision.error, PeerLostError))
         except StoreGone as gone:
-            self._cancel_reason = f"the store is lost: {gone}"
-        return self._cancel_reason
+            self._cancelled = Cancelled(f"the store is lost: {gone}", store_lost=True)
+        return self._cancelled
 
     def _look(self, vote: Vote) -> Decision | None:
         if self.ring is None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from eplb_core.backend import Cancelled
 from eplb_core.errors import error_for
 from eplb_nccl.hooks import NAME
 
@@ -133,7 +134,7 @@ class DeviceGroup:
         return ones, [Posted(others, True, self._group.allreduce([ones]))]
 
     def finish(
-        self, posted: Sequence[Posted], deadline_s: float, cancelled: Callable[[], str | None]
+        self, posted: Sequence[Posted], deadline_s: float, cancelled: Callable[[], Cancelled | None]
     ) -> Failure | None:
         """Wait until all is complete, on the device too.
 
@@ -207,7 +208,9 @@ class DeviceGroup:
             return Failure(reason, tuple(sorted(late)), timed_out=True, receives=one.receives)
         return None
 
-    def _poll(self, posted: Sequence[Posted], deadline_s: float, cancelled: Callable[[], str | None]) -> Failure | None:
+    def _poll(
+        self, posted: Sequence[Posted], deadline_s: float, cancelled: Callable[[], Cancelled | None]
+    ) -> Failure | None:
         left, pause_s = list(posted), 20e-6
         while True:
             state = self._error()
@@ -222,7 +225,7 @@ class DeviceGroup:
                 return None if state is None else Failure(state, _peers_of(posted))
             reason = cancelled()
             if reason:
-                return Failure(reason, _peers_of(left))
+                return Failure(str(reason), _peers_of(left))
             if time.monotonic() > deadline_s:
                 return Failure("Timed out", _peers_of(left), timed_out=True)
             time.sleep(pause_s)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from eplb_core.backend import Cancelled
+
 INTERVAL_S = 0.05
 """Seconds between two looks."""
 
@@ -27,14 +29,14 @@ class BlockedCallWatch:
         Makes the blocked call fail.
     """
 
-    def __init__(self, cancelled: Callable[[], str | None], sever: Callable[[], None]) -> None:
+    def __init__(self, cancelled: Callable[[], Cancelled | None], sever: Callable[[], None]) -> None:
         self._cancelled = cancelled
         self._sever = sever
         self._condition = threading.Condition()
         self._until_s: float | None = None
         self._parked = False
         self._closed = False
-        self.reason: str | None = None
+        self.reason: Cancelled | None = None
         """Why a call was cancelled."""
         self.failure: Exception | None = None
         """What `cancelled` raised, which cancels as well."""

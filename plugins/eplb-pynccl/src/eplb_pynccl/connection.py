@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from eplb_core.backend import Cancelled
 from eplb_pynccl.binding import Binding, NcclError
 from eplb_pynccl.streams import OperationStream
 
@@ -112,7 +113,7 @@ class Connection:
         size: int,
         own: int,
         deadline_s: float,
-        cancelled: Callable[[], str | None],
+        cancelled: Callable[[], Cancelled | None],
     ) -> None:
         self._binding = binding
         self._stream = stream
@@ -263,7 +264,7 @@ class Connection:
         while not done():
             reason = self._cancelled()
             if reason:
-                raise WaitEnded(reason, timed_out=False)
+                raise WaitEnded(str(reason), timed_out=False)
             if time.monotonic() > deadline_s:
                 raise WaitEnded("timed out", timed_out=True)
             time.sleep(pause_s)

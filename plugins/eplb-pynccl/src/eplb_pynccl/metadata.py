@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from eplb_core.backend import Cancelled
 from eplb_core.errors import EplbError, error_for
 from eplb_pynccl.binding import UNIQUE_ID_NBYTES
 from eplb_pynccl.hooks import NAME
@@ -63,7 +64,7 @@ def withdraw(store: Any) -> None:
         raise _lost(error) from error
 
 
-def await_unique_id(store: Any, lowest: int, deadline_s: float, cancelled: Callable[[], str | None]) -> bytes:
+def await_unique_id(store: Any, lowest: int, deadline_s: float, cancelled: Callable[[], Cancelled | None]) -> bytes:
     """Wait for what the lowest member published.
 
     Parameters
