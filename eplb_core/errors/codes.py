@@ -336,6 +336,22 @@ _add(
     ],
 )
 
+_add(
+    "EPLB-M007",
+    "Layer {layer}, tensor {tensor!r} of rank {rank} has other memory than was registered: {problem}.",
+    meaning="The host gave a registered tensor new memory, so rows would be read from, and written to, memory that the"
+    " model no longer uses.",
+    when="In begin() and rearrange(), on every rank, before a byte moves.",
+    situations=[
+        "tensor.data was assigned, or set_() called, by a reload or an offload of the weights",
+        "the storage was resized to nothing by a sleep mode",
+    ],
+    solutions=[
+        "copy new values into the registered tensors (copy_), and say so with reloaded(map)",
+        "or close the communicator before weights move, and build it again after",
+    ],
+)
+
 # --- P: plan ----------------------------------------------------------------------------------------------------------
 
 _add(
@@ -410,6 +426,23 @@ _add(
         "a limit of zero",
     ],
     solutions=["correct what the message names", "give one node per rank, absent ranks included"],
+)
+
+_add(
+    "EPLB-P008",
+    "The old map is not what rank {rank} holds: it differs first in layer {layer}, at slot {slot} (held {held}, given {given}).",
+    meaning="After a first rearrangement the communicator knows which expert every row holds. A plan made of another old"
+    " map would read the wrong rows.",
+    when="In begin() and rearrange(), on every rank, before a byte moves.",
+    situations=[
+        "the same call is repeated after some layers were committed and a later one failed",
+        "the host rewrote the weights, by a reload, and did not say so",
+        "the map was kept from before a rebuild",
+    ],
+    solutions=[
+        "pass report.physical_to_logical_map, of the error or of the communicator, as the old map",
+        "call reloaded(map) on every rank after rewriting the weights",
+    ],
 )
 
 # --- T: transfer ------------------------------------------------------------------------------------------------------
@@ -551,6 +584,30 @@ _add(
     when="At any call in the forked process, locally; the communicator of its parent is not touched.",
     situations=["os.fork, or multiprocessing with the fork method, after the communicator was built"],
     solutions=["start processes with the spawn method", "or fork before the communicator is built"],
+)
+_add(
+    "EPLB-T014",
+    "A commit stands in a vote in which rank {rank} cast no ballot, in {where}.",
+    meaning="The decision was made without this rank, so it says nothing of this rank's rows and is not obeyed.",
+    when="While a vote is waited for, on the rank that finds it; its weights are untouched.",
+    situations=["another program writes into the keys of the communicator"],
+    solutions=["give each communicator a store, or a prefix of one, of its own", "rebuild()"],
+)
+_add(
+    "EPLB-T015",
+    "Another process is this rank already: {process} is rank {rank} of communicator {name!r} in this store.",
+    meaning="Two processes take part as one rank; only one of them can. Nothing was moved by the one that says so.",
+    when="At connect or rebuild, on the rank that came second, or whose place was taken while it waited.",
+    situations=[
+        "two expert-parallel groups share one store and one name",
+        "a rank was restarted while its old process still lives, stopped or hanging",
+        "two communicators of one name are open in one process",
+    ],
+    solutions=[
+        "give each group a store of its own: dist.PrefixStore(group_name, store)",
+        "give each communicator of a group its own name=",
+        "end the old process, then call again",
+    ],
 )
 
 # --- B: bench and demo ------------------------------------------------------------------------------------------------
