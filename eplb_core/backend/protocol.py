@@ -49,11 +49,13 @@ class BackendContext:
     members : tuple of int
         Ranks that take part, ascending.
     epoch : int
-        Rises at connect, rebuild and rebind; generations rise within one.
+        Rises at connect, rebuild and rebind; generations rise within one. 0 until the members have met: it is there
+        from the first ``exchange_metadata`` on.
     name : str
         Name of the communicator.
     store : torch.distributed.Store
-        A client of the backend's own, in a namespace of its own, for this epoch.
+        A client of the backend's own, in a namespace of its own, which no other life of any member uses. None until the
+        members have met, as `epoch` is 0.
     device : torch.device
         Where the weights live.
     stream : object or None
@@ -90,6 +92,11 @@ class BackendContext:
     host: str
     cancelled: Callable[[], Cancelled | None]
     max_ops_per_batch: int
+
+    def begin(self, epoch: int, store: Any) -> None:
+        """Fill in what the members' meeting has settled; the core's own, before the first ``exchange_metadata``."""
+        object.__setattr__(self, "epoch", epoch)
+        object.__setattr__(self, "store", store)
 
 
 class Backend(Protocol):

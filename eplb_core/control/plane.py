@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -35,9 +36,13 @@ class ControlPlane:
         on several hosts.
     hosts_store : bool
         Does this process host the store? It then leaves last.
+    private : bool
+        Was the store made for this group? Then nothing in it is older than the group.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, host: str | None, hosts_store: bool) -> None:
+    def __init__(
+        self, store: Any, rank: int, world_size: int, host: str | None, hosts_store: bool, *, private: bool = False
+    ) -> None:
         if not (_is_number(rank) and _is_number(world_size)):
             raise ConfigError("EPLB-C009", problem=f"rank={rank!r} and world_size={world_size!r} should be integers")
         if world_size < 1 or not 0 <= rank < world_size:
@@ -49,7 +54,9 @@ class ControlPlane:
         self.hosts_store = hosts_store
         self.boot_id = read_boot_id()
         self._store = store
-        self._epochs: dict[str, int] = {}
+        self.private = private
+        self._names: set[str] = set()
+        self._names_lock = threading.Lock()
 
     @classmethod
     def from_store(cls, store: Any, *, rank: int, world_size: int, host: str | None = None) -> ControlPlane:
@@ -154,7 +161,7 @@ class ControlPlane:
             except RuntimeError as error:
                 problem = f"rank {rank} cannot reach the store at {address}:{int(port[0])}"
                 raise ConfigError("EPLB-C009", problem=problem) from error
-        return cls(store, rank, world_size, host, hosts_store=rank == 0)
+        return cls(store, rank, world_size, host, hosts_store=rank == 0, private=True)
 
     def client(self, prefix: str, timeout_s: float) -> StoreClient:
         """Open a connection for one thread, in one namespace."""
@@ -167,14 +174,23 @@ class ControlPlane:
         except RuntimeError as error:
             raise StoreGone(str(error).splitlines()[0]) from error
 
-    def next_epoch(self, name: str) -> int:
-        """Count a communicator's connects up; ranks make the same calls, so they count the same."""
-        self._epochs[name] = self._epochs.get(name, 0) + 1
-        return self._epochs[name]
+    def claim(self, name: str) -> None:
+        """Take a communicator's name.
 
-    def start_epochs_at(self, name: str, epoch: int) -> None:
-        """Go on counting where another control plane stopped (after the store was lost)."""
-        self._epochs[name] = max(epoch, self._epochs.get(name, 0))
+        Raises
+        ------
+        ConfigError
+            One of that name is open on this control plane (EPLB-C010).
+        """
+        with self._names_lock:
+            if name in self._names:
+                raise ConfigError("EPLB-C010", problem=f"a communicator named {name!r} is open on this control plane")
+            self._names.add(name)
+
+    def release(self, name: str) -> None:
+        """Give a communicator's name back."""
+        with self._names_lock:
+            self._names.discard(name)
 
 
 def _is_number(value: object) -> bool:

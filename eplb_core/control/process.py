@@ -61,8 +61,13 @@ class ProcessIdentity:
         KeyError, TypeError, ValueError
             Anything else.
         """
-        texts = (str(data[name]) for name in ("boot_id", "pid_namespace"))
-        return cls(*texts, int(data["pid"]), str(data["started"]), str(data["token"]))
+        return cls(
+            str(data["boot_id"]),
+            str(data["pid_namespace"]),
+            int(data["pid"]),
+            str(data["started"]),
+            str(data["token"]),
+        )
 
     def in_use(self) -> bool | None:
         """Is its process there, and is the number still in use? None where that cannot be seen from here."""

@@ -430,9 +430,10 @@ _add(
 
 _add(
     "EPLB-P008",
-    "The old map is not what rank {rank} holds: it differs first in layer {layer}, at slot {slot} (held {held}, given {given}).",
-    meaning="After a first rearrangement the communicator knows which expert every row holds. A plan made of another old"
-    " map would read the wrong rows.",
+    "The old map is not what rank {rank} holds: it differs first in layer {layer}, at slot {slot} "
+    "(held {held}, given {given}).",
+    meaning="After a first rearrangement the communicator knows which expert every row holds. A plan made of another"
+    " old map would read the wrong rows.",
     when="In begin() and rearrange(), on every rank, before a byte moves.",
     situations=[
         "the same call is repeated after some layers were committed and a later one failed",

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from eplb_core.errors import EplbError, MetadataError, error_for
-from eplb_core.wire.envelope import seal, unseal
+from eplb_core.wire.envelope import MessageScope
 
 _GOODBYE = b"B"
 _HELLO_NBYTES = 4096
+
+
+_RINGS: weakref.WeakSet[Ring] = weakref.WeakSet()
 
 
 class Ring:
@@ -32,7 +37,7 @@ class Ring:
     """
 
     def __init__(self, host: str, *, name: str, rank: int, epoch: int, members: Sequence[int]) -> None:
-        self._name, self._rank, self._epoch = name, rank, epoch
+        self._scope = MessageScope(name, rank, epoch, 0)
         place = list(members).index(rank)
         self.right = members[(place + 1) % len(members)]
         self.left = members[place - 1]
@@ -41,6 +46,7 @@ class Ring:
         self._poll = select.poll()
         self._left_politely: set[int] = set()
         self._dead: list[int] = []
+        _RINGS.add(self)
         self._listener = None if self._alone else socket.create_server((host, 0), family=_family(host), backlog=8)
 
     @property
@@ -134,8 +140,17 @@ class Ring:
             self._listener.close()
             self._listener = None
 
+    def drop(self) -> None:
+        """Close this process's descriptors of the connections; the connections themselves stay the parent's."""
+        for _, connection in self._sockets.values():
+            connection.close()
+        self._sockets.clear()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
     def _greeting(self) -> bytes:
-        body = seal("ring", b"", name=self._name, rank=self._rank, epoch=self._epoch, generation=0)
+        body = self._scope.seal("ring", b"")
         return len(body).to_bytes(2, "big") + body
 
     def _greets(self, connection: socket.socket) -> bool:
@@ -144,9 +159,7 @@ class Ring:
         try:
             size = int.from_bytes(_read(connection, 2), "big")
             greeting = _read(connection, min(size, _HELLO_NBYTES))
-            unseal(
-                greeting, "ring", name=self._name, rank=self.left, epoch=self._epoch, generation=0, limit=_HELLO_NBYTES
-            )
+            self._scope.of(rank=self.left).unseal(greeting, "ring", _HELLO_NBYTES)
         except (OSError, MetadataError):
             connection.close()
             return False
@@ -157,6 +170,15 @@ class Ring:
         connection.setblocking(False)
         self._sockets[connection.fileno()] = (neighbour, connection)
         self._poll.register(connection.fileno(), select.POLLIN)
+
+
+def _close_in_a_forked_child() -> None:
+    """Close a child's copies: while one is open, the neighbours do not see that the parent is gone."""
+    for ring in list(_RINGS):
+        ring.drop()
+
+
+os.register_at_fork(after_in_child=_close_in_a_forked_child)
 
 
 def _read(connection: socket.socket, nbytes: int) -> bytes:

@@ -276,7 +276,7 @@ class Meeting:
 
     def _heeding(self, posts: Mapping[int, Post | None]) -> Steps[None]:
         """Steps that raise the refusal of a member, when it is one of this life."""
-        for rank, post in posts.items():
+        for post in posts.values():
             if post is None or post.refusal is None:
                 continue
             # Its process may have ended long ago; then it is told at the limit, if nobody has come in its place.
@@ -339,7 +339,7 @@ def _read(decode: Callable[[bytes], Any], scope: MessageScope, value: bytes, kin
 
 
 def all_agree(rank: int) -> Callable[[Mapping[int, Ballot]], Decision]:
-    """Return the tally that commits when every ballot says so, else aborts with the reason of the lowest that refuses."""
+    """Return the tally that commits when every ballot says so, else aborts with the reason of the lowest rank."""
 
     def tally(ballots: Mapping[int, Ballot]) -> Decision:
         for voter in sorted(ballots):

@@ -112,7 +112,7 @@ def perform(steps: Steps[R], client: StoreClient, pause: Callable[[], Refusal | 
     client : StoreClient
         Where its keys are.
     pause : callable or None
-        Called for each `Pause`: waits a little, and says why to give up, if so. A protocol that never pauses needs none.
+        Called for each `Pause`: waits a little, and says why to give up, if so.
 
     Returns
     -------
@@ -131,7 +131,7 @@ def perform(steps: Steps[R], client: StoreClient, pause: Callable[[], Refusal | 
         except StopIteration as done:
             result: R = done.value
             return result
-        if isinstance(operation, Pause):
-            answer = pause() if pause is not None else None
-        else:
+        if not isinstance(operation, Pause):
             answer = operation.on(client)
+        else:
+            answer = pause() if pause is not None else None
