@@ -153,7 +153,7 @@ class Communicator:
                 if self._lives.enter(limit_s, everyone=True):
                     return
                 epoch = self._lives.epoch
-                members, _ = epoch.council
+                members, _ = epoch.entered
                 epoch.connects += 1
                 others = [rank for rank in members.members if rank != members.rank]
                 link(epoch, all_pairs(members.members), others, limit_s, f"connect/{epoch.connects}", always=True)
@@ -213,7 +213,7 @@ class Communicator:
             with self._poisoning("connect"):
                 lives.enter(lives.epoch.timeout_s, everyone=False)
             epoch = lives.epoch
-            members, _ = epoch.council
+            members, _ = epoch.entered
             members.generation += 1
             epoch.connects = 0
             state.entered(members.epoch, members.generation)
@@ -228,7 +228,7 @@ class Communicator:
 
     def _agree(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Proposal:
         epoch, held = self._lives.epoch, self._state.held
-        where = f"generation {epoch.council[0].generation}, phase agree"
+        where = f"generation {epoch.entered[0].generation}, phase agree"
         try:
             proposal = propose(epoch, held, old_map, new_map)
             if isinstance(proposal, Proposal):

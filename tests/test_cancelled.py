@@ -12,29 +12,34 @@ from eplb_core.backend import Cancelled
 from eplb_core.control.store import StoreClient
 from eplb_core.errors import error_for
 from eplb_core.voting.liveness import Ring
-from eplb_core.voting.members import Council
+from eplb_core.voting.diagnosis import Diagnosis
+from eplb_core.voting.members import Members
+from eplb_core.wire.envelope import MessageScope
 
 WHERE = "layer 3, phase transfer"
 
 
-def council(store, rank: int, members=(0, 1, 2)) -> Council:
-    return Council(StoreClient(store, "test", 5.0), name="test", rank=rank, epoch=1, members=members, timeout_s=5.0)
+def watch_of(store, rank: int, members=(0, 1, 2)) -> tuple[Members, Diagnosis]:
+    scope = MessageScope("test", rank, 1, 0)
+    client = StoreClient(store, "test", 5.0)
+    everyone = Members(client, scope, members=members, namespace="life", timeout_s=5.0)
+    return everyone, Diagnosis(everyone)
 
 
 def aborted_with(error) -> Cancelled | None:
     """Rank 0 aborts a layer; return what rank 2's backend is then told."""
     store = dist.HashStore()
-    council(store, 0).vote("layer/3", WHERE).abort(error)
-    other = council(store, 2)
-    other.attend(other.vote("layer/3", WHERE))
-    return other.cancelled()
+    watch_of(store, 0)[0].vote("layer/3", WHERE).abort(error)
+    members, watch = watch_of(store, 2)
+    watch.attend(members.vote("layer/3", WHERE))
+    return watch.cancelled()
 
 
 def test_nothing_is_called_off_while_no_decision_stands():
-    alone = council(dist.HashStore(), 0)
-    assert alone.cancelled() is None
-    alone.attend(alone.vote("layer/3", WHERE))
-    assert alone.cancelled() is None
+    members, watch = watch_of(dist.HashStore(), 0)
+    assert watch.cancelled() is None
+    watch.attend(members.vote("layer/3", WHERE))
+    assert watch.cancelled() is None
 
 
 def test_an_abort_says_who_and_why_and_that_nobody_is_lost():
@@ -58,26 +63,26 @@ def test_a_neighbour_that_ends_without_a_goodbye_is_a_lost_peer():
     joining.start()
     here.connect(("127.0.0.1", ports[1]), 5.0, lambda: None)
     joining.join()
-    member = council(dist.HashStore(), 0, (0, 1))
-    member.ring = here
-    assert member.cancelled() is None
+    members, watch = watch_of(dist.HashStore(), 0, (0, 1))
+    members.ring = here
+    assert watch.cancelled() is None
     there.close(goodbye=False)
     told, until = None, time.monotonic() + 5
     while told is None and time.monotonic() < until:
-        told = member.cancelled()
+        told = watch.cancelled()
     here.close(goodbye=True)
     assert told == Cancelled("rank 1 is gone", peer_lost=True)
 
 
 def test_a_store_whose_host_went_is_a_lost_store():
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    member = council(dist.TCPStore("127.0.0.1", host.port), 1)
-    member.attend(member.vote("layer/3", WHERE))
-    assert member.cancelled() is None
+    members, watch = watch_of(dist.TCPStore("127.0.0.1", host.port), 1)
+    watch.attend(members.vote("layer/3", WHERE))
+    assert watch.cancelled() is None
     del host
     told, until = None, time.monotonic() + 5
     while told is None and time.monotonic() < until:
-        told = member.cancelled()
+        told = watch.cancelled()
     assert told is not None
     assert (told.peer_lost, told.store_lost) == (False, True)
     assert told.reason.startswith("the store is lost: ")

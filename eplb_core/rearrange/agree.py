@@ -46,7 +46,7 @@ def propose(epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: 
     Bad arguments of one rank must hang nobody, so nothing is raised here.
     """
     layout, world_size = epoch.setup.layout, epoch.control.world_size
-    members, _ = epoch.council
+    members, _ = epoch.entered
     try:
         replaced = layout.first_replaced()
         if replaced is not None:
@@ -95,7 +95,7 @@ def agree(epoch: Epoch, proposal: Proposal | EplbError) -> Proposal:
     EplbError
         The same on every rank: whose maps differ, or what is wrong with the arguments of one.
     """
-    members, watch = epoch.council
+    members, watch = epoch.entered
     where = f"generation {members.generation}, phase agree"
     vote = members.vote("agree", where)
     watch.attend(vote)

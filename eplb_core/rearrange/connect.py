@@ -221,7 +221,7 @@ def link(
     """
     if not always and epoch.exchanged and bool(epoch.linked[pairs[:, 0], pairs[:, 1]].all()):
         return
-    members, _ = epoch.council
+    members, _ = epoch.entered
     vote = members.vote(topic, f"generation {members.generation}, phase connect")
     new = [peer for peer in peers if not epoch.linked[min(peer, members.rank), max(peer, members.rank)]]
     deadline = Deadline(timeout_s)
@@ -239,7 +239,7 @@ def all_pairs(members: Sequence[int]) -> IntArray:
 
 def _settle(epoch: Epoch, vote: Vote, ready: Any, ballot: Ballot, timeout_s: float, tally: Any = None) -> Decision:
     """Do this rank's part, vote on it, and go on moving the backend until all have voted."""
-    members, watch = epoch.council
+    members, watch = epoch.entered
     watch.attend(vote)
     deadline = Deadline(timeout_s)
     try:
@@ -258,7 +258,7 @@ def _settle(epoch: Epoch, vote: Vote, ready: Any, ballot: Ballot, timeout_s: flo
 
 
 def _exchange(epoch: Epoch, vote: Vote, new: Sequence[int], deadline: Deadline) -> None:
-    members, watch = epoch.council
+    members, watch = epoch.entered
     metadata = records.metadata_of(members, records.record_of(epoch), new)
     receipt = epoch.hooks.exchange_metadata(epoch.local, metadata)
     left_out = sorted(set(new) - set(receipt.peers))

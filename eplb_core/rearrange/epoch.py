@@ -139,7 +139,7 @@ class Epoch:
         self.context.begin(members.epoch, store)
 
     @property
-    def council(self) -> tuple[Members, Diagnosis]:
+    def entered(self) -> tuple[Members, Diagnosis]:
         """The members and the watch over them, once they have met."""
         if self.members is None or self.watch is None:
             raise RuntimeError("the members have not met")

@@ -39,7 +39,7 @@ class FailurePath:
         self._state = state
         self._moving = moving
         self._tell = tell
-        self._members, self._watch = epoch.council
+        self._members, self._watch = epoch.entered
 
     @contextmanager
     def guard(self, layer: MovingLayer, following: int | None) -> Iterator[None]:

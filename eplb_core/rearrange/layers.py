@@ -118,7 +118,7 @@ class MovingLayers:
         """Start the next layer's transfer, if there is one; a failure is kept for its own vote."""
         if self._next_start >= len(self.numbers):
             return
-        members, _ = self._epoch.council
+        members, _ = self._epoch.entered
         number = self.numbers[self._next_start]
         vote = members.vote(str(number), f"layer {number}, phase vote")
         layer = MovingLayer(number, self._next_start % self.slots, vote)
@@ -133,7 +133,7 @@ class MovingLayers:
 
     def _transfer(self, layer: MovingLayer) -> None:
         epoch, number = self._epoch, layer.number
-        members, _ = epoch.council
+        members, _ = epoch.entered
         # The copies out of this slot may still run on the device; they end before anything lands in it again.
         epoch.setup.streams.settle(self._state.take_slot_events(layer.slot))
         share = self._shares.of(number)

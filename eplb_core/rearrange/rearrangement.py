@@ -45,7 +45,7 @@ class Rearrangement:
         self.layers = plan.layers
         self._epoch = epoch
         self._state = state
-        self._members, self._watch = epoch.council
+        self._members, self._watch = epoch.entered
         self._moving = MovingLayers(epoch, plan, state)
         self._failure = FailurePath(epoch, state, self._moving, lambda **told: self._tell("abort", **told))
         self._next_stage = 0

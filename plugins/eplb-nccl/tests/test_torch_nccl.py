@@ -158,7 +158,7 @@ def over_a_registered_group(rank: Rank):
         model = Model(place, 4, LAYERS)
         model.fill(maps[0])
         with communicator(rank, model.weights, group, world_size=2, place=place) as comm:
-            assert comm._session.backend._group._registered
+            assert comm._lives.epoch.backend._group._registered
             comm.rearrange(maps[0], maps[1])
             comm.rearrange(maps[1], maps[2])
         wrong = model.wrong_rows(maps[2])
@@ -180,7 +180,7 @@ def in_batches(rank: Rank, migration_batching: bool):
     fields = {"max_ops_per_batch": 32, "enable_migration_batching": migration_batching}
     with communicator(rank, model.weights, rank.device_group(), fields=fields) as comm:
         comm.connect()
-        group, seen = comm._session.backend._group, []
+        group, seen = comm._lives.epoch.backend._group, []
         post = group.post
 
         def noted(operations, tag):
@@ -230,7 +230,7 @@ class Silent:
     @hookimpl(wrapper=True)
     def transfer(self, plan):
         if plan.generation == 2:
-            group = self.comm_of()._session.backend._group
+            group = self.comm_of()._lives.epoch.backend._group
             group.post = lambda operations, tag: []
         return (yield)
 

@@ -143,7 +143,7 @@ def whose_abort_hangs(rank: Rank):
     if rank.rank == FAULTY:
         stub.stub_fault(b"abort-hang")
     else:
-        comm._session.backend._stream.mark = _raise
+        comm._lives.epoch.backend._stream.mark = _raise
     started_s = time.monotonic()
     with pytest.raises(EplbError) as caught:
         comm.rearrange(maps[1], maps[2])
@@ -297,7 +297,7 @@ def in_batches(rank: Rank, limit: int, binding: str):
     config = eplb.EPLBConfig(communicator="pynccl_cpu", use_async=False, timeout_s=20, max_ops_per_batch=limit)
     with eplb.Communicator(config, model.weights, rank.control(), options={"binding": binding}) as comm:
         comm.connect()
-        groups = Groups(comm._session.backend)
+        groups = Groups(comm._lives.epoch.backend)
         comm.rearrange(*maps)
     return groups.sizes, model.wrong_rows(maps[1])
 
