@@ -124,13 +124,15 @@ class Wait:
         self._backoff = backoff or Backoff()
         self._has_warned = False
 
-    def pause(self, waiting_for: str | Iterable[int]) -> None:
+    def pause(self, waiting_for: str | Iterable[int], backoff: Backoff | None = None) -> None:
         """Check, then sleep a little.
 
         Parameters
         ----------
         waiting_for : str or iterable of int
             Whom or what is not there yet: ranks, or a text.
+        backoff : Backoff or None
+            Of a step that wants pauses of its own.
 
         Raises
         ------
@@ -140,7 +142,7 @@ class Wait:
             EPLB-T002.
         """
         self.check(waiting_for)
-        self._backoff.pause(self.deadline.left_s)
+        (backoff or self._backoff).pause(self.deadline.left_s)
 
     def check(self, waiting_for: str | Iterable[int]) -> None:
         """Raise if the wait was called off or its limit ran out; say once, half-way, whom it waits for."""
