@@ -98,17 +98,13 @@ class PyNcclBackend:
         """Keep the buffers; the lowest member makes the unique id. See `eplb_core.hookspecs.BackendSpec`."""
         self._life.registering()
         context = self._context
-        shares = len(context.members) > 1 and context.rank == context.members[0]
-        if shares:
+        if len(context.members) > 1 and context.rank == context.members[0]:
             try:
                 self._unique_id = self._binding.unique_id()
             except NcclError as error:
                 raise self._failed(error, "phase register") from error
-        payload = pack(self._nonce, self._unique_id)
-        if shares:
-            publish(context.store, payload)
         self._buffers = buffers
-        return LocalMetadata(payload)
+        return LocalMetadata(pack(self._nonce, self._unique_id))
 
     @hookimpl
     def exchange_metadata(self, local: LocalMetadata, peers: Sequence[PeerMetadata]) -> ConnectReceipt:
@@ -123,6 +119,8 @@ class PyNcclBackend:
             wait = Wait(context, context.timeout_s, label=NAME, where=WHERE)
             try:
                 if self._connection is None:
+                    if self._unique_id is not None:
+                        publish(context.store, local.payload)  # for members that exchange nothing with this one
                     self._connection = join(self._binding, stream, context, self._unique_id, members, wait)
                 greet(self._connection, stream, context, self._nonce, members, wait)
             except NcclError as error:
