@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -38,6 +39,13 @@ class Opened:
     store: Any
     descriptor: int | None = None
     address: str = ""
+
+
+def checked_limit(timeout_s: object) -> float:
+    """Return a limit in seconds; one that is none is a ConfigError (EPLB-C009)."""
+    if isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool) and 0 < timeout_s < math.inf:
+        return float(timeout_s)
+    raise ConfigError("EPLB-C009", problem=f"timeout_s={timeout_s!r} should be a number of seconds above 0")
 
 
 def open_again(store: Any, timeout_s: float) -> Opened:

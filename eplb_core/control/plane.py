@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import threading
-import weakref
 from contextlib import suppress
 from typing import Any
 
+from eplb_core.control.claims import Claims
 from eplb_core.control.founding import found, locate
 from eplb_core.control.hosts import Location
 from eplb_core.control.lingering import NAMESPACE, Presence, say_it_was_read, stay_until_read
 from eplb_core.control.listen import Ports, checked_ports
-from eplb_core.control.opening import Opened, open_again
+from eplb_core.control.opening import Opened, checked_limit, open_again
 from eplb_core.control.store import StoreClient, StoreGone
 from eplb_core.errors import ConfigError
 
@@ -62,15 +60,14 @@ class ControlPlane:
         self.rank = rank
         self.world_size = world_size
         self.hosts_store = hosts_store
-        self.timeout_s = _limit(timeout_s)
+        self.timeout_s = checked_limit(timeout_s)
         self.ports: Ports | None = checked_ports(ports)
         self.location = location or locate(host, ports, self.timeout_s)[0]
         self._store = store
         self._presence: Presence | None = None
         self._is_own = False  # a store that `from_process_group` founded, so that nobody else's keys are in it
         self._epochs: dict[str, int] = {}
-        self._claims: dict[str, weakref.ref[object] | None] = {}
-        self._lock = threading.Lock()
+        self._claims = Claims()
 
     @classmethod
     def from_store(
@@ -95,8 +92,7 @@ class ControlPlane:
         host : str or None
             Address of this machine at which the other ranks reach this one; None is loopback.
         ports : (int, int) or None
-            Lowest and highest port that this rank may listen on (a port for each communicator that connects); None lets
-            the system choose.
+            Lowest and highest port that this rank may listen on; None lets the system choose.
         timeout_s : float
             Limit of reaching the store, now and where a later call names none; seconds.
 
@@ -160,7 +156,7 @@ class ControlPlane:
         if not all(hasattr(group, method) for method in ("rank", "size", "allgather")):
             problem = f"expected a torch.distributed.ProcessGroup, got {type(group).__name__}"
             raise ConfigError("EPLB-C009", problem=problem)
-        made = found(group, host, ports, _limit(timeout_s))
+        made = found(group, host, ports, checked_limit(timeout_s))
         control = cls(
             made.store,
             made.rank,
@@ -194,14 +190,7 @@ class ControlPlane:
     # --- connections -------------------------------------------------------------------------------------------------
 
     def client(self, prefix: str, timeout_s: float) -> StoreClient:
-        """Open a connection for one thread, in one namespace.
-
-        Parameters
-        ----------
-        prefix : str
-            Namespace.
-        timeout_s : float
-            Limit of opening it, and of every operation on it; seconds.
+        """Open a connection for one thread, in one namespace; the limit is that of opening it and of each operation.
 
         Raises
         ------
@@ -226,32 +215,18 @@ class ControlPlane:
     # --- names -------------------------------------------------------------------------------------------------------
 
     def claim(self, name: str, holder: object = None) -> None:
-        """Take a communicator's name, until `release`.
-
-        Parameters
-        ----------
-        name : str
-            Of the communicator.
-        holder : object
-            Whose name it is: the claim ends with it. None ends with `release` alone.
+        """Take a communicator's name, until `release`, or until the holder is gone where one is given.
 
         Raises
         ------
         ConfigError
             A communicator of that name is open on this control plane (EPLB-C010).
         """
-        with self._lock:
-            if name in self._claims:
-                held = self._claims[name]
-                if held is None or held() is not None:
-                    problem = f"a communicator named {name!r} is open on this control plane already"
-                    raise ConfigError("EPLB-C010", problem=problem, detail="Close it first, or give this one a name=.")
-            self._claims[name] = None if holder is None else weakref.ref(holder)
+        self._claims.take(name, holder)
 
-    def release(self, name: str) -> None:
-        """Give a name back; one that is not taken is no error."""
-        with self._lock:
-            self._claims.pop(name, None)
+    def release(self, name: str, holder: object = None) -> None:
+        """Give a name back, unless another holder than the one given has it."""
+        self._claims.give_back(name, holder)
 
     # --- who hosts the store leaves last -----------------------------------------------------------------------------
 
@@ -318,9 +293,3 @@ class ControlPlane:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _limit(timeout_s: object) -> float:
-    if isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool) and 0 < timeout_s < math.inf:
-        return float(timeout_s)
-    raise ConfigError("EPLB-C009", problem=f"timeout_s={timeout_s!r} should be a number of seconds above 0")

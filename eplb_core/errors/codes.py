@@ -139,8 +139,8 @@ _add(
     situations=[
         "an NCCL-only group was passed",
         "ranks run on several hosts, or in several containers of one, and host= was not given",
-        "host= is no address of this machine: another node's, a public one in front of it, or a name that resolves to "
-        "loopback there (127.0.1.1 in /etc/hosts)",
+        "host= is another node's address, or one of a gateway in front of this machine",
+        "host= is a name that resolves to loopback on its own machine (127.0.1.1 in /etc/hosts)",
         "a firewall between the ranks drops connections to the store's port",
         "ports= allows fewer ports than there are ranks on the host, or others use them",
         "the store is of a kind that has one connection only: one written in Python without clone()",
@@ -148,7 +148,7 @@ _add(
     solutions=[
         "pass the CPU (gloo) group of the expert-parallel group",
         "give host=, on each rank the address of its own interface at which all ranks reach it ('ip addr' lists them)",
-        "open the ports that the README's 'Ports' section names, or name open ones with ports=(low, high)",
+        "open a range of ports between the ranks and name it with ports=(low, high); see 'Ports' in the README",
     ],
 )
 _add(
@@ -585,8 +585,7 @@ _add(
     solutions=[
         "from the rank's machine, try the address: 'nc -vz HOST PORT' while the peer listens",
         "give the peer host=, an address that all ranks reach",
-        "allow a range of ports between the ranks and name it with ports=(low, high); the README's 'Ports' lists who "
-        "listens when",
+        "open a range of ports between the ranks and name it with ports=(low, high); see 'Ports' in the README",
     ],
 )
 
