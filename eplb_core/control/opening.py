@@ -18,6 +18,8 @@ from eplb_core.control.sockets import connections_to, limit, written
 from eplb_core.control.store import StoreGone, first_line
 from eplb_core.errors import ConfigError
 
+_LEAST_S = 1e-3
+"""Of a limit that has run out already: 0 would be none, or no wait at all."""
 _GRACE_S = 0.25
 """The inner limits, whose texts say more, run out this much before the outer one."""
 
@@ -72,7 +74,7 @@ def open_again(store: Any, timeout_s: float) -> Opened:
         inner = inner.underlying_store
     if isinstance(inner, dist.TCPStore):
         opened = _open(store.clone, (inner.host, inner.port), timeout_s)
-        opened.store.set_timeout(timedelta(seconds=timeout_s))
+        opened.store.set_timeout(timedelta(seconds=max(timeout_s, _LEAST_S)))
         return opened
     try:
         # It keeps its own timeout: the clone of a HashStore is that very HashStore.
@@ -88,7 +90,7 @@ def open_client(host: str, port: int, timeout_s: float) -> Opened:
     """Connect to the TCPStore at an address; see `open_again`."""
     import torch.distributed as dist
 
-    limit_of_waits = timedelta(seconds=timeout_s)
+    limit_of_waits = timedelta(seconds=max(timeout_s, _LEAST_S))
     return _open(
         lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit_of_waits),
         (host, port),
@@ -103,6 +105,7 @@ def _open(make: Callable[[], Any], address: tuple[str, int] | None, timeout_s: f
     there is no moment in which its socket could be given one before its first byte. `_greet` finds such a process
     before torch meets it; the thread is for one that stops in between.
     """
+    timeout_s = max(timeout_s, _LEAST_S)
     at = "the store" if address is None else f"the store at {written(address)}"
     try:
         return within(timeout_s + _GRACE_S, lambda: _connect(make, address, timeout_s), "opens a store connection")
