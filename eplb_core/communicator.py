@@ -238,7 +238,7 @@ class Communicator:
             self._lost(gone, "agree")
         except EplbError as error:
             # The same on all: one that comes back finds this outcome. A refusal leaves everyone where they were.
-            if isinstance(error, (PeerLostError, StalledError)) or error.code == "EPLB-T014":
+            if isinstance(error, (PeerLostError, StalledError)) or error.code == "EPLB-T016":
                 self._state.poison(error, where)
             raise
         except BaseException as interrupt:  # Ctrl-C: the others were told

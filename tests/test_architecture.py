@@ -58,7 +58,7 @@ ROOM_LINES = {
     "errors": 1000,
     "backend": 1900,
     "weights": 700,
-    "control": 800,
+    "control": 1350,
     "plan": 1300,
     "wire": 1000,
     "discovery": 1200,

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from eplb_core.backend import Cancelled
 from eplb_core.control.store import StoreClient
 from eplb_core.errors import error_for
-from eplb_core.voting.liveness import Ring
 from eplb_core.voting.diagnosis import Diagnosis
+from eplb_core.voting.liveness import Ring
 from eplb_core.voting.members import Members
 from eplb_core.wire.envelope import MessageScope
 

@@ -92,7 +92,14 @@ class Entrance:
             self._client, scope, members=roll.members, namespace=roll.namespace, timeout_s=epoch.timeout_s
         )
         self._members = members
-        self._ring = Ring(control.host, name=members.name, rank=members.rank, epoch=roll.epoch, members=roll.members)
+        self._ring = Ring(
+            control.host,
+            name=members.name,
+            rank=members.rank,
+            epoch=roll.epoch,
+            members=roll.members,
+            ports=control.ports,
+        )
         records.publish(members, self._record)
         content = {
             "digest": self._record.shared_digest().hex(),

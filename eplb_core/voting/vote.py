@@ -93,7 +93,7 @@ class Vote:
         Raises
         ------
         TransferError
-            A commit stands in which this rank has no ballot (EPLB-T014).
+            A commit stands in which this rank has no ballot (EPLB-T016).
         """
         return perform(self.aborting(error, fatal=fatal, content=content), self._client)
 
@@ -179,7 +179,7 @@ class Vote:
     def _obey(self, value: bytes) -> Decision:
         decision = decode_decision(self._scope.of(rank=0).unseal(value, "decision", MAX_MESSAGE_NBYTES))
         if decision.commit and not self.balloted:
-            raise error_for("EPLB-T014", rank=self._scope.rank, where=self.where)
+            raise error_for("EPLB-T016", rank=self._scope.rank, where=self.where)
         self.decision = decision
         return decision
 
