@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
 import numpy.typing as npt
 
 from eplb_core.config import EPLBConfig
 from eplb_core.control.plane import ControlPlane
 from eplb_core.control.store import StoreGone
 from eplb_core.errors import ConfigError, EplbError, PeerLostError, PlanError, StalledError, TransferError, error_for
+from eplb_core.plan.maps import check_maps
 from eplb_core.rearrange.agree import Proposal, agree, propose
-from eplb_core.rearrange.epoch import Session, namespace
-from eplb_core.rearrange.rearrangement import Generation
-from eplb_core.rearrange.recovery import settle
-from eplb_core.rearrange.setup import assemble
-from eplb_core.rearrange.state import Ledger
+from eplb_core.rearrange.connect import all_pairs, link
+from eplb_core.rearrange.held import HeldPlacement
+from eplb_core.rearrange.lives import Lives
+from eplb_core.rearrange.rearrangement import Rearrangement
+from eplb_core.rearrange.setup import set_up
+from eplb_core.rearrange.state import CommunicatorState
 from eplb_core.report import RearrangeReport
-from eplb_core.voting.members import refuse
-from eplb_core.voting.vote import Vote
 from eplb_core.weights.host_landing import check_landing
 from eplb_core.weights.layout import build_layout
 
@@ -31,15 +29,12 @@ if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
 
-logger = logging.getLogger("eplb_core")
-
-_CLOSE_FORCED_S = 1.0
-
 
 class Communicator:
     """Moves expert weights between the ranks of an expert-parallel group.
 
-    Built on every rank, at any time; it connects at the first rearrangement. One thread uses it at a time.
+    Built on every rank, at any time; it connects at the first rearrangement. One thread uses it at a time; commits may
+    come from another.
 
     Parameters
     ----------
@@ -88,46 +83,51 @@ class Communicator:
         _check_arguments(config, control, observers, name)
         self.name = name
         self.config = config
-        self._control = control
-        self._device_group = device_group
-        self._quarantine: list[Session] = []
-        self._retired: list[Session] = []
-        epoch = control.next_epoch(name)
-        members = tuple(range(control.world_size))
-        with _telling_the_others(control, name, epoch, members, float(config.timeout_s)):
+        self._lives = lives = Lives(control, name, float(config.timeout_s), device_group)
+        with lives.telling_the_others():
             layout = build_layout(weights, tensor_names)
-            self._assembly = assemble(config, layout, stream=stream, options=options, observers=observers, name=name)
-            if landing is not None and self._assembly.backend_class.landing_layout != "rows":
-                problem = f"landing= was given, and {self._assembly.info.name} packs its landing memory"
+            setup = set_up(config, layout, stream=stream, options=options, observers=observers, name=name)
+            if landing is not None and setup.backend_class.landing_layout != "rows":
+                problem = f"landing= was given, and {setup.info.name} packs its landing memory"
                 raise ConfigError("EPLB-C010", problem=problem)
-            self._host_landing = (
-                None if landing is None else check_landing(landing, layout, staging_layers=config.staging_layers)
-            )
-        self._ledger = Ledger(name, self._assembly.info.name, layout, self._assembly.allocator)
-        self._ledger.epoch = epoch
-        self._session = Session(self._assembly, control, epoch, members, device_group, self._host_landing)
+            if landing is not None:
+                lives.host_landing = check_landing(landing, layout, staging_layers=config.staging_layers)
+            held = HeldPlacement(layout.num_layers, control.world_size, layout.num_local_physical_experts)
+            self._state = CommunicatorState(name, setup.info.name, held, setup.allocator)
+            lives.begin(setup, self._state)
+        lives.end_with(self)
 
     # --- what it is --------------------------------------------------------------------------------------------------
 
     @property
     def backend(self) -> str:
         """Name of the backend in use."""
-        return self._assembly.info.name
+        return self._lives.epoch.setup.info.name
 
     @property
     def epoch(self) -> int:
-        """Rises at connect and rebuild."""
-        return self._ledger.epoch
+        """Rises at connect and rebuild; 0 before the first."""
+        return self._state.epoch
 
     @property
     def members(self) -> tuple[int, ...]:
         """Ranks that take part, ascending."""
-        return self._session.members
+        return self._lives.epoch.asked
 
     @property
     def report(self) -> RearrangeReport:
         """What holds now, and what the last rearrangement did."""
-        return self._ledger.report()
+        return self._state.report()
+
+    @property
+    def poisoned(self) -> EplbError | None:
+        """The failure after which every use is refused until `rebuild`, or None."""
+        return self._state.poisoned
+
+    @property
+    def usable(self) -> bool:
+        """May it be used: neither poisoned nor closed?"""
+        return not (self._state.closed or self._state.poisoned)
 
     # --- rearranging -------------------------------------------------------------------------------------------------
 
@@ -147,15 +147,16 @@ class Communicator:
             One did not come, or could not be reached.
         """
         limit_s = float(self.config.timeout_s) if timeout_s is None else timeout_s
-        with self._ledger.reporting():
-            self._ledger.check_usable()
-            members = np.array(self._session.members, dtype=np.int64)
-            low, high = np.triu_indices(len(members), k=1)
-            pairs = np.stack([members[low], members[high]], axis=1)
-            others = [rank for rank in self._session.members if rank != self._session.rank]
+        with self._state.calling():
+            self._state.check_usable()
             with self._poisoning("connect"):
-                self._session.connection.compare(limit_s)
-                self._session.connection.link(pairs, others, limit_s)
+                if self._lives.enter(limit_s, everyone=True):
+                    return
+                epoch = self._lives.epoch
+                members, _ = epoch.entered
+                epoch.connects += 1
+                others = [rank for rank in members.members if rank != members.rank]
+                link(epoch, all_pairs(members.members), others, limit_s, f"connect/{epoch.connects}", always=True)
 
     def rearrange(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> RearrangeReport:
         """Bring all layers from one placement to another; collective and synchronous.
@@ -163,7 +164,8 @@ class Communicator:
         Parameters
         ----------
         old_map, new_map : array-like of int, [num_moe_layers, num_physical_experts]
-            Logical expert of every physical slot; -1 is an empty slot. Equal on all ranks.
+            Logical expert of every physical slot; -1 is an empty slot. Equal on all ranks. Once a first rearrangement
+            was agreed, `old_map` must be what `report` says.
 
         Returns
         -------
@@ -177,9 +179,9 @@ class Communicator:
             A layer was aborted on every rank; ``.report`` says what holds.
         """
         self.begin(old_map, new_map).run()
-        return self._ledger.report()
+        return self._state.report()
 
-    def begin(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Generation:
+    def begin(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Rearrangement:
         """Agree on a rearrangement, to be done layer by layer; collective.
 
         Parameters
@@ -189,7 +191,7 @@ class Communicator:
 
         Returns
         -------
-        Generation
+        Rearrangement
             ``for layer in gen.layers: gen.stage(layer); gen.commit(layer)``, then ``gen.end()``.
 
         Raises
@@ -197,36 +199,50 @@ class Communicator:
         PlanError, MetadataError, TransferError
             See `rearrange`.
         """
-        with self._ledger.reporting():
-            self._ledger.check_usable()
-            if self._ledger.open is not None:
-                raise PlanError("EPLB-P004", problem="begin() while a generation is open")
-            session = self._session
+        with self._state.calling():
+            state, lives = self._state, self._lives
+            state.check_usable()
+            if state.open is not None:
+                raise PlanError("EPLB-P004", problem="begin() while a rearrangement is open")
+            if state.held.decided:
+                problem = f"begin() while layer(s) {state.held.decided} are decided and not committed"
+                raise PlanError("EPLB-P004", problem=problem)
             # What the caller has enqueued (loading weights, the last commits' copies) is done before anyone reads.
-            self._assembly.streams.settle([self._assembly.streams.mark(), *self._ledger.take_slot_events()])
+            streams = lives.epoch.setup.streams
+            streams.settle([streams.mark(), *state.take_slot_events()])
             with self._poisoning("connect"):
-                session.connection.compare(session.timeout_s)
-            session.council.generation += 1
-            self._ledger.entered(session.epoch, session.council.generation)
-            with self._ledger.phase("agree"):
+                lives.enter(lives.epoch.timeout_s, everyone=False)
+            epoch = lives.epoch
+            members, _ = epoch.entered
+            members.generation += 1
+            epoch.connects = 0
+            state.entered(members.epoch, members.generation)
+            with state.counts.phase("agree"):
                 proposal = self._agree(old_map, new_map)
-            generation = Generation(session, proposal.plan, self._ledger)
-            self._ledger.agreed(generation, proposal.old, proposal.new)
-            with self._ledger.phase("connect"), self._poisoning("connect"):
-                session.connection.link(proposal.plan.pairs, proposal.plan.peers(session.rank), session.timeout_s)
-            return generation
+            name = f"{members.namespace}/{members.generation}"
+            state.held.agreed(name, proposal.old, proposal.new, proposal.plan.layers)
+            with state.counts.phase("connect"), self._poisoning("connect"):
+                link(epoch, proposal.plan.pairs, proposal.plan.peers(members.rank), epoch.timeout_s)
+            lives.last = state.open = rearrangement = Rearrangement(epoch, proposal.plan, state)
+            return rearrangement
 
     def _agree(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Proposal:
-        session = self._session
+        epoch, held = self._lives.epoch, self._state.held
+        where = f"generation {epoch.entered[0].generation}, phase agree"
         try:
-            proposal = propose(session, old_map, new_map)
+            proposal = propose(epoch, held, old_map, new_map)
             if isinstance(proposal, Proposal):
-                self._ledger.assume(proposal.old)
-            return agree(session, proposal)
+                held.assume(proposal.old)
+            return agree(epoch, proposal)
         except StoreGone as gone:
             self._lost(gone, "agree")
-        except (PeerLostError, StalledError) as error:  # the same on all: one that comes back finds this outcome
-            self._ledger.poison(error, f"generation {session.council.generation}, phase agree")
+        except EplbError as error:
+            # The same on all: one that comes back finds this outcome. A refusal leaves everyone where they were.
+            if isinstance(error, (PeerLostError, StalledError)) or error.code == "EPLB-T016":
+                self._state.poison(error, where)
+            raise
+        except BaseException as interrupt:  # Ctrl-C: the others were told
+            self._state.poison(error_for("EPLB-T007", rank=epoch.rank, where=where, reason=repr(interrupt)), where)
             raise
 
     @contextmanager
@@ -237,18 +253,47 @@ class Communicator:
         except StoreGone as gone:
             self._lost(gone, where)
         except EplbError as error:
-            self._ledger.poison(error, where)
+            self._state.poison(error, where)
+            raise
+        except BaseException as interrupt:
+            reason = repr(interrupt)
+            self._state.poison(error_for("EPLB-T007", rank=self._lives.rank, where=where, reason=reason), where)
             raise
 
     def _lost(self, gone: StoreGone, where: str) -> NoReturn:
-        dead = ", ".join(f"rank {rank}" for rank in self._session.council.dead)
-        error = error_for(
-            "EPLB-T005", where=where, problem=str(gone), layers="none", detail=f"Gone: {dead}." if dead else ""
-        )
-        self._ledger.poison(error, where)
+        error = self._lives.store_lost(gone, where)
+        self._state.poison(error, where)
         raise error from gone
 
-    # --- after a failure ---------------------------------------------------------------------------------------------
+    def reloaded(self, physical_to_logical_map: npt.ArrayLike) -> None:
+        """The host rewrote the weights of this rank: this is what all rows hold now. Local; compared at the next begin.
+
+        Parameters
+        ----------
+        physical_to_logical_map : array-like of int, [num_moe_layers, num_physical_experts]
+            Of all ranks, as in `rearrange`.
+
+        Raises
+        ------
+        PlanError
+            It has another shape (EPLB-P001), or a rearrangement is open (EPLB-P004).
+        """
+        with self._state.calling():
+            state = self._state
+            state.check_open()
+            if state.open is not None or state.held.decided:
+                raise PlanError("EPLB-P004", problem="reloaded() before the open rearrangement was ended")
+            shape = state.held
+            mapping, _ = check_maps(
+                physical_to_logical_map,
+                physical_to_logical_map,
+                num_layers=shape.num_layers,
+                world_size=shape.world_size,
+                num_local_physical_experts=shape.num_local,
+            )
+            shape.reloaded(mapping)
+
+    # --- after a failure, and the end --------------------------------------------------------------------------------
 
     def rebuild(
         self,
@@ -260,8 +305,9 @@ class Communicator:
     ) -> RearrangeReport:
         """Make the communicator usable again after a failure; collective over the ranks named.
 
-        Layers in doubt are settled first, so that every member holds the same placement; then a new epoch begins with
-        new connections.
+        The members meet anew; layers in doubt are settled, so that all know the same placement; then a new epoch begins
+        with new connections. Ranks may call it at different times and unequally often: they meet at the first attempts
+        that overlap.
 
         Parameters
         ----------
@@ -270,7 +316,8 @@ class Communicator:
         control : ControlPlane or None
             A new one when the store was lost; ranks keep their numbers.
         ranks : sequence of int or None
-            Members from now on, this rank among them; None keeps the members. Map columns keep their numbers.
+            Members from now on, this rank among them; None keeps the members. Map columns keep their numbers; those of
+            ranks that take no part become -1.
         device_group : ProcessGroup or None
             A new one, for backends that use one.
         landing : sequence of sequence of torch.Tensor or None
@@ -286,86 +333,22 @@ class Communicator:
         TransferError
             Too much landing memory is quarantined (EPLB-T009), or a member did not come (EPLB-T002).
         """
-        with self._ledger.reporting():
-            self._ledger.check_open()
-            if self._ledger.invalid is not None:
+        with self._state.calling():
+            self._state.check_open()
+            if self._state.invalid is not None:
                 problem = "the weights of this rank are invalid since a commit failed on it"
-                raise TransferError("EPLB-T009", problem=problem) from self._ledger.invalid
-            before = self._session
-            members = before.members if ranks is None else tuple(sorted({int(rank) for rank in ranks}))
-            if self._control.rank not in members or not set(members) <= set(range(self._control.world_size)):
-                problem = f"ranks={list(members)} must be ranks of the group, {self._control.rank} among them"
-                raise TransferError("EPLB-T009", problem=problem)
-            if control is not None:
-                if (control.rank, control.world_size) != (self._control.rank, self._control.world_size):
-                    raise TransferError("EPLB-T009", problem="the new control plane gives this rank another number")
-                control.start_epochs_at(self.name, before.epoch)
-                self._control = control
-            if landing is not None:
-                self._host_landing = check_landing(
-                    landing, self._assembly.layout, staging_layers=self.config.staging_layers
-                )
-            epoch = self._control.next_epoch(self.name)
-            if self._ledger.open is not None:
-                self._ledger.open.finish_decided()
-            try:
-                client = self._control.client(namespace(self.name, epoch), float(self.config.timeout_s))
-                settle(
-                    client,
-                    self._ledger,
-                    name=self.name,
-                    rank=self._control.rank,
-                    epoch=epoch,
-                    members=members,
-                    timeout_s=timeout_s,
-                )
-            except StoreGone as gone:
-                self._lost(gone, "rebuild")
-            self._retire(before, new_landing=landing is not None)
-            self._device_group = device_group if device_group is not None else self._device_group
-            self._session = Session(
-                self._assembly, self._control, epoch, members, self._device_group, self._host_landing
-            )
-            self._ledger.new_epoch(epoch)
+                raise TransferError("EPLB-T009", problem=problem) from self._state.invalid
+            lives = self._lives
+            lives.renew(timeout_s, control=control, ranks=ranks, device_group=device_group, landing=landing)
             with self._poisoning("rebuild"):
-                self._session.connection.compare(timeout_s)
-        return self._ledger.report()
-
-    def _retire(self, session: Session, *, new_landing: bool) -> None:
-        """Close an epoch's backend; keep it, and its landing memory, for ever when it may still be written."""
-        if session in self._retired:  # an earlier rebuild came this far
-            return
-        safe = session.close_backend(force=True) or not self._ledger.undrained
-        session.council.goodbye()
-        if safe and self._give_landing_back(session):
-            self._retired = [session]
-            return
-        if len(self._quarantine) >= self.config.staging_layers:
-            problem = f"{len(self._quarantine)} sets of landing memory are quarantined, as many as the limit allows"
-            raise TransferError("EPLB-T009", problem=problem, detail="Restart this process.")
-        if self._host_landing is not None and not new_landing:
-            raise TransferError("EPLB-T009", problem="the host's landing= may still be written; give a new one")
-        self._quarantine.append(session)
-        self._retired = [session]
-        self._ledger.quarantined_nbytes += session.landing.nbytes
-
-    def _give_landing_back(self, session: Session) -> bool:
-        """Release the slots, each guarded by what may still read it; False when the device cannot tell."""
-        try:
-            # A commit may have run on another stream than the caller's; one that failed, or was settled, left no event.
-            rest = self._assembly.streams.mark()
-        except RuntimeError as error:
-            logger.warning("%s: the landing memory is kept, for the device failed: %s", self.name, error)
-            return False
-        session.landing.release(self._ledger.slot_events, rest)
-        return True
-
-    # --- the end -----------------------------------------------------------------------------------------------------
+                lives.enter(timeout_s, everyone=False)
+            return self._state.report()
 
     def close(self, force: bool = False) -> None:
         """Release everything. Without `force`, the rank that hosts the store stays until all have said goodbye.
 
-        Layers that were decided and are not committed yet are committed first, for the other ranks commit them.
+        Layers that were decided and are not committed yet are committed first, for the other ranks commit them. A call
+        of another thread that is inside gives up, as if this rank had failed, and is waited for.
 
         Parameters
         ----------
@@ -376,39 +359,12 @@ class Communicator:
         ------
         CommitError
             Such a commit failed; everything is released all the same.
+        PlanError
+            Another thread does not come out of a call in time, or this one is inside (a signal handler): EPLB-P004.
+            Nothing was released.
         """
-        if self._ledger.closed or self._ledger.forked:
-            return
-        unclean = force or self._ledger.poisoned or self._ledger.open is not None
-        try:
-            if self._ledger.open is not None:
-                self._ledger.open.finish_decided()  # the others commit what was voted, so this rank does
-        finally:
-            self._ledger.close()
-            self._leave(unclean=unclean, wait=not force)
-
-    def _leave(self, *, unclean: bool, wait: bool) -> None:
-        """Close the backend, tell the others, give the landing memory back; each whatever becomes of the others."""
-        session = self._session
-        try:
-            safe = session.close_backend(force=unclean) or not self._ledger.undrained
-        except Exception as error:
-            logger.warning("%s: %s failed to close: %r", self.name, self.backend, error)
-            safe = False
-        try:
-            hosts = self._control.hosts_store and wait
-            if unclean:
-                session.council.vanish()
-            else:
-                session.council.goodbye(tidy=not hosts)
-            if hosts:
-                session.council.await_goodbyes(_CLOSE_FORCED_S if unclean else float(self.config.timeout_s))
-                if not unclean:
-                    session.council.tidy()  # the last of all: the others' goodbyes are keys as well
-        except StoreGone as gone:
-            logger.warning("%s: the store was gone at close: %s", self.name, gone)
-        if not (safe and self._give_landing_back(session)):
-            _NEVER_FREED.append(session)
+        if not (self._state.closed or self._state.forked):
+            self._lives.end(force=force)
 
     def __enter__(self) -> Communicator:
         return self
@@ -427,33 +383,3 @@ def _check_arguments(config: object, control: object, observers: object, name: o
     if isinstance(observers, (str, bytes)) or not isinstance(observers, Sequence):
         problem = f"observers= should be a sequence of observers, got {type(observers).__name__}"
         raise ConfigError("EPLB-C010", problem=problem)
-
-
-_NEVER_FREED: list[Session] = []
-"""Closed sessions whose landing memory an undrained transfer may still write (I11)."""
-
-
-@contextmanager
-def _telling_the_others(
-    control: ControlPlane, name: str, epoch: int, members: Sequence[int], timeout_s: float
-) -> Iterator[None]:
-    """When building fails here, write why into the decision that the other ranks wait for at connect."""
-    try:
-        yield
-    except Exception as error:
-        try:
-            client = control.client(namespace(name, epoch), timeout_s)
-        except StoreGone:
-            raise error from None
-        vote = Vote(
-            client,
-            name=name,
-            rank=control.rank,
-            epoch=epoch,
-            members=members,
-            generation=0,
-            topic="records",
-            where="connect, phase records",
-        )
-        refuse(vote, control.rank, error)
-        raise

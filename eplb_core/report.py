@@ -40,9 +40,11 @@ class RearrangeReport:
     Parameters
     ----------
     committed_layers : tuple of int
-        Layers that moved something and are on the new placement on every live rank.
+        Layers that moved something and whose rows this rank has on the new placement.
     physical_to_logical_map : ndarray, int64, [num_moe_layers, num_physical_experts]
-        The placement that now holds; equal on all live ranks, but for `layers_in_doubt`.
+        The placement of the bytes that now hold: rows of `decided_layers` are on the old one until they are committed.
+        Equal on all live ranks, but for `decided_layers` and `layers_in_doubt`. -1 where a row is empty, or belongs to
+        a rank that takes no part.
     nbytes_received, nbytes_sent : int
         Bytes of rows that this rank took from, and gave to, other ranks.
     nbytes_local : int
@@ -57,6 +59,9 @@ class RearrangeReport:
         Which rearrangement it was.
     quarantined_nbytes : int
         Landing memory that an undrained transfer may still write, kept out of use for the life of the process.
+    decided_layers : tuple of int
+        Layers that were voted and are not yet copied on this rank. Every rank commits them, also after a failure of a
+        later layer: ``commit(layer)`` stays allowed, ``rebuild`` and ``close`` do it at the latest.
     layers_in_doubt : tuple of int
         After the store was lost: layers that this rank voted on without learning the outcome. Its weights and the map
         have them on the old placement; other ranks may have them on the new one, until ``rebuild`` settles them.
@@ -75,5 +80,6 @@ class RearrangeReport:
     epoch: int = 0
     generation: int = 0
     quarantined_nbytes: int = 0
+    decided_layers: tuple[int, ...] = ()
     layers_in_doubt: tuple[int, ...] = ()
     staging: StagingStats = field(default_factory=lambda: StagingStats(0, 0, 0))

@@ -55,9 +55,9 @@ CIRCLES = {
 
 ROOM_LINES = {
     "errors": 1000,
-    "backend": 1300,
+    "backend": 1900,
     "weights": 700,
-    "control": 800,
+    "control": 1350,
     "plan": 1300,
     "wire": 1000,
     "discovery": 1200,

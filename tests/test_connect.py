@@ -9,7 +9,7 @@ import eplb_core as eplb
 from eplb_core.errors import EplbError, MetadataError
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, run_ranks
-from eplb_core.voting.members import Council
+from eplb_core.voting.members import Members
 from tests.support.backends import BackendCase, case_config, case_options, device_group, every_backend
 
 
@@ -119,8 +119,8 @@ def whose_record_is_swapped(rank: Rank, backend: str):
     model = Model(rank.rank, 4, [[8]])
     model.fill(old)
     if rank.rank == 1:
-        seal = Council.seal
-        Council.seal = lambda self, kind, body, **bound: seal(
+        seal = Members.seal
+        Members.seal = lambda self, kind, body, **bound: seal(
             self, kind, body, **({"rank": 0} if kind == "record" else bound)
         )
     group = device_group(rank, backend)
@@ -163,4 +163,4 @@ def test_a_rank_that_never_comes_is_named_within_the_limit() -> None:
         assert ranks.hear(0, 20) == "done"
         ranks.tell(1, "go home")
         text, _ = ranks.values(20)
-    assert text.startswith("Stalled for 1.5 s in connect, phase records, waiting for rank 1.")
+    assert text.startswith("Stalled for 1.5 s in connect, phase meeting, waiting for rank 1.")

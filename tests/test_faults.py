@@ -258,17 +258,17 @@ def reads_no_decision(rank: Rank, last: bool):
     config = case_config("vmread", timeout_s=20)
     comm = eplb.Communicator(config, model.weights, rank.control())
     comm.rearrange(maps[0], maps[1])
-    council, layer = comm._session.council, 3 if last else 1
-    decide = council.decide
+    (_, watch), layer = comm._lives.epoch.entered, 3 if last else 1
+    decide = watch.decide
 
     def fails_once(vote, **keywords):
         decision = decide(vote, **keywords)
         if rank.rank == 1 and vote.where.startswith(f"layer {layer}, phase vote") and decision.commit:
-            council.decide = decide
+            watch.decide = decide
             raise MetadataError("EPLB-M005", peer=0, problem="a bit was flipped")
         return decision
 
-    council.decide = fails_once
+    watch.decide = fails_once
     try:
         held = comm.rearrange(maps[1], maps[2]).physical_to_logical_map
     except EplbError as error:

@@ -147,7 +147,7 @@ def test_what_cannot_be_counts_is_refused_where_it_is_recorded(layer, counts, te
     window.record(0, np.array([0, 0]), 1)
     with pytest.raises(PlanError, match=text) as error:
         window.record(layer, counts, 1)
-    assert error.value.code == "EPLB-P008"
+    assert error.value.code == "EPLB-P010"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -3.0])
@@ -157,7 +157,7 @@ def test_numbers_that_are_no_tokens_are_refused_when_they_are_read(bad):
     snapshot = window.end_step(1)
     with pytest.raises(PlanError, match="expert 0 of layer 1 add up to") as error:
         snapshot.of_logical_experts()
-    assert error.value.code == "EPLB-P008"
+    assert error.value.code == "EPLB-P010"
 
 
 def test_a_device_is_not_waited_for_when_its_counts_are_recorded(monkeypatch):

@@ -27,12 +27,20 @@ from eplb_core.plan.maps import map_digest
 from eplb_core.weights.layout import LayoutRecord, build_layout
 from eplb_core.weights.rows import TensorRecord
 from eplb_core.wire.compare import difference
-from eplb_core.wire.envelope import OVERHEAD_NBYTES, seal, unseal
+from eplb_core.wire.envelope import OVERHEAD_NBYTES, MessageScope
 from eplb_core.wire.record import MAX_PAYLOAD_NBYTES, MAX_RECORD_NBYTES, RankRecord
 
 # --- the envelope -----------------------------------------------------------------------------------------------------
 
 OF = {"name": "default", "rank": 3, "epoch": 2, "generation": 7}
+
+
+def seal(kind, body, **of):
+    return MessageScope(**of).seal(kind, body)
+
+
+def unseal(blob, kind, *, limit, **of):
+    return MessageScope(**of).unseal(blob, kind, limit)
 
 
 def refusal(blob, kind="ballot", *, limit=4096, **changes):

@@ -150,33 +150,33 @@ def in_doubt(rank: Rank, backend: str, everywhere: bool):
         observers=observers,
     )
     comm.rearrange(maps[0], maps[1])
-    council = comm._session.council
+    members, watch = comm._lives.epoch.entered
     if everywhere:
-        add = council.client.add
+        add = members.client.add
 
         def lost_before_counting(key: str) -> int:
-            if key.startswith("2/1/"):
+            if key.startswith(f"{members.namespace}/2/1/"):
                 gate, until = rank.store("gate"), time.monotonic() + 20
                 gate.add("counting", 1)
                 while gate.add("counting", 0) < rank.world_size:  # the others may still read from this rank
                     assert time.monotonic() < until
-                    if council.pump is not None:
-                        council.pump()
-                council.client._gone = "connection reset"
+                    if members.pump is not None:
+                        members.pump()
+                members.client._gone = "connection reset"
             return add(key)
 
-        council.client.add = lost_before_counting
+        members.client.add = lost_before_counting
     elif rank.rank == 1:
-        decide = council.decide
+        decide = watch.decide
 
         def lost_after_the_ballot(vote, **keywords):
-            if vote.where.startswith("layer 1") and council.generation == 2:
-                until_the_others_landed(rank, council, vote)
-                council.client._gone = "connection reset"
+            if vote.where.startswith("layer 1") and members.generation == 2:
+                until_the_others_landed(rank, members, vote)
+                members.client._gone = "connection reset"
                 rank.tell("lost")
             return decide(vote, **keywords)
 
-        council.decide = lost_after_the_ballot
+        watch.decide = lost_after_the_ballot
     with pytest.raises(EplbError) as caught:
         comm.rearrange(maps[1], maps[2])
     before = caught.value.report.committed_layers
@@ -223,16 +223,15 @@ def refuses_too_much_quarantine(rank: Rank, backend: str):
     model.fill(maps[0])
     injector = FaultInjector("wait", "raise", 1, 2)
     comm = eplb.Communicator(config(backend), model.weights, rank.control(), observers=[injector])
-    quarantined, landing = [], comm._session.landing.nbytes
+    quarantined, landing = [], comm._lives.epoch.landing.nbytes
     for _ in range(4):
         injector.acted = False
-        comm._session.backend.abort = lambda handle, reason: False
-        comm._session.backend.close = lambda force=False: None
+        comm._lives.epoch.backend.abort = lambda handle, reason: False
+        comm._lives.epoch.backend.close = lambda force=False: None
         with pytest.raises(EplbError) as caught:  # noqa: PT012 - in either of the two
             comm.rearrange(comm.report.physical_to_logical_map if quarantined else maps[0], maps[1])
             comm.rearrange(maps[1], maps[0])
         held = caught.value.report.physical_to_logical_map
-        model.fill(held)
         try:
             quarantined.append(comm.rebuild(20).quarantined_nbytes)
         except TransferError as error:
@@ -283,7 +282,7 @@ def test_a_member_that_does_not_come_to_a_rebuild_is_named_within_the_limit() ->
         assert ranks.hear(0, 20) == "done"
         ranks.tell(1, "go home")
         (text, seconds), _ = ranks.values(20)
-    assert "rebuild, phase settle, waiting for rank(s) [1]" in text
+    assert "connect, phase meeting, waiting for rank 1" in text
     assert seconds < 3
 
 

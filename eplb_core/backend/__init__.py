@@ -5,7 +5,7 @@ from __future__ import annotations
 from eplb_core.backend.events import Event
 from eplb_core.backend.info import API_VERSION, BackendInfo, PolicyInfo, StagingInfo
 from eplb_core.backend.memory import Buffers, StagingAllocator, StagingBlock
-from eplb_core.backend.protocol import Backend, BackendContext
+from eplb_core.backend.protocol import Backend, BackendContext, Cancelled
 from eplb_core.backend.transfer import (
     ConnectReceipt,
     LocalMetadata,
@@ -22,6 +22,7 @@ __all__ = [
     "BackendContext",
     "BackendInfo",
     "Buffers",
+    "Cancelled",
     "ConnectReceipt",
     "Event",
     "LocalMetadata",

@@ -14,6 +14,28 @@ from eplb_core.backend.memory import Buffers, StagingAllocator
 from eplb_core.backend.transfer import ConnectReceipt, LocalMetadata, PeerMetadata, TransferReceipt
 
 
+@dataclass(frozen=True)
+class Cancelled:
+    """Why a backend's loop should give up: a text for people, and facts to decide by.
+
+    Parameters
+    ----------
+    reason : str
+        For people; goes into the error that the loop raises, never into a decision.
+    peer_lost : bool
+        A member is gone for good, known from the ring or from the decision.
+    store_lost : bool
+        The store does not answer, so nothing more will be decided in this epoch.
+    """
+
+    reason: str
+    peer_lost: bool = False
+    store_lost: bool = False
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 @dataclass(frozen=True, eq=False)
 class BackendContext:
     """What a backend is built with, besides its options.
@@ -27,11 +49,13 @@ class BackendContext:
     members : tuple of int
         Ranks that take part, ascending.
     epoch : int
-        Rises at connect, rebuild and rebind; generations rise within one.
+        Rises at connect, rebuild and rebind; generations rise within one. 0 until the members have met: it is there
+        from the first ``exchange_metadata`` on.
     name : str
         Name of the communicator.
     store : torch.distributed.Store
-        A client of the backend's own, in a namespace of its own, for this epoch.
+        A client of the backend's own, in a namespace of its own, which no other life of any member uses. None until the
+        members have met, as `epoch` is 0.
     device : torch.device
         Where the weights live.
     stream : object or None
@@ -47,7 +71,7 @@ class BackendContext:
     host : str
         Address under which other ranks reach this one, e.g. ``127.0.0.1``.
     cancelled : callable
-        ``cancelled() -> reason | None``: a rate-limited look at the decision key and at liveness. Every loop of a
+        ``cancelled() -> Cancelled | None``: a rate-limited look at the decision key and at liveness. Every loop of a
         backend consults it.
     max_ops_per_batch : int
         For backends that declare ``batched``.
@@ -66,8 +90,13 @@ class BackendContext:
     staging_layers: int
     timeout_s: float
     host: str
-    cancelled: Callable[[], str | None]
+    cancelled: Callable[[], Cancelled | None]
     max_ops_per_batch: int
+
+    def begin(self, epoch: int, store: Any) -> None:
+        """Fill in what the members' meeting has settled; the core's own, before the first ``exchange_metadata``."""
+        object.__setattr__(self, "epoch", epoch)
+        object.__setattr__(self, "store", store)
 
 
 class Backend(Protocol):

@@ -62,7 +62,7 @@ class TokenCounter:
         Raises
         ------
         PlanError
-            EPLB-P008: no such layer, another shape, no real numbers, or another device than before. Values are not
+            EPLB-P010: no such layer, another shape, no real numbers, or another device than before. Values are not
             looked at here, for that would wait for the device; `LoadSnapshot.of_logical_experts` does.
         """
         if type(layer) is not int or layer not in self._layers:
@@ -125,7 +125,7 @@ class TokenCounter:
             held = "cpu" if isinstance(self._sums, np.ndarray) else self._sums.device
             if held != where:
                 problem = f"the counts of layer {layer} are on {where}, earlier ones were on {held}"
-                raise PlanError("EPLB-P008", problem=problem)
+                raise PlanError("EPLB-P010", problem=problem)
             if isinstance(counts, np.ndarray) or not counts.is_floating_point() or self._sums.dtype == torch.float64:
                 return
             self._sums, self._of_step = self._sums.double(), self._of_step.double()
@@ -133,7 +133,7 @@ class TokenCounter:
 
     def _checked_layer(self, layer: object) -> int:
         if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)) or int(layer) not in self._layers:
-            raise PlanError("EPLB-P008", problem=f"layer {layer!r} is none of the {self._shape[0]} layers")
+            raise PlanError("EPLB-P010", problem=f"layer {layer!r} is none of the {self._shape[0]} layers")
         return int(layer)
 
     def _checked(self, layer: int, counts: Any) -> Sums:
@@ -152,10 +152,10 @@ class TokenCounter:
                 found = np.asarray(counts)
             except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, arrays of a host's own kind
                 problem = f"the counts of layer {layer} cannot be read as an array: {error}"
-                raise PlanError("EPLB-P008", problem=problem) from error
+                raise PlanError("EPLB-P010", problem=problem) from error
             real, shape = found.dtype.kind in "biuf", found.shape
         if not real or shape != self._shape[1:]:
             problem = f"the counts of layer {layer} should be real [{self._shape[1]}], one per physical expert"
             kind = counts.dtype if hasattr(counts, "dtype") else type(counts).__name__
-            raise PlanError("EPLB-P008", problem=f"{problem}, got {kind} {list(shape)}")
+            raise PlanError("EPLB-P010", problem=f"{problem}, got {kind} {list(shape)}")
         return cast("Sums", found)

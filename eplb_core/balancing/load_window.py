@@ -78,7 +78,7 @@ class LoadSnapshot:
         Raises
         ------
         PlanError
-            EPLB-P008: there are counts that are negative or not finite.
+            EPLB-P010: there are counts that are negative or not finite.
         """
         if self.event is not None:
             if settle is None:
@@ -101,7 +101,7 @@ class LoadSnapshot:
         if not np.isfinite(load).all() or (load < 0).any():
             layer, expert = np.argwhere(~(np.isfinite(load) & (load >= 0)))[0]
             problem = f"the counts recorded for expert {expert} of layer {layer} add up to {load[layer, expert]}"
-            raise PlanError("EPLB-P008", problem=problem)
+            raise PlanError("EPLB-P010", problem=problem)
         return np.ascontiguousarray(load)
 
 

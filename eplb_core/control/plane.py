@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import socket
-import struct
-from collections.abc import Callable
-from datetime import timedelta
+from contextlib import suppress
 from typing import Any
 
-from eplb_core.control.hosts import read_boot_id
+from eplb_core.control.claims import Claims
+from eplb_core.control.founding import found, locate
+from eplb_core.control.hosts import Location
+from eplb_core.control.lingering import NAMESPACE, Presence, say_it_was_read, stay_until_read
+from eplb_core.control.listen import Ports, checked_ports
+from eplb_core.control.opening import Opened, checked_limit, open_again
 from eplb_core.control.store import StoreClient, StoreGone
 from eplb_core.errors import ConfigError
 
-_HELLO = struct.Struct("!B64s64s")  # used host length, host, boot id; fixed size, for one all-gather of bytes
-
-
-_LOOPBACK = "127.0.0.1"
+_TIMEOUT_S = 60.0
 
 
 class ControlPlane:
     """How the ranks of one expert-parallel group talk about a rearrangement.
 
     Build it with `from_process_group` or `from_store`. One control plane serves several communicators, told apart by
-    name.
+    name. Several threads may use it.
 
     Parameters
     ----------
@@ -32,37 +31,69 @@ class ControlPlane:
         This rank and the number of ranks, within the expert-parallel group.
     host : str or None
         Address at which the other ranks reach this one; None is loopback, refused at connect when ranks turn out to be
-        on several hosts.
+        on several hosts or in several containers.
     hosts_store : bool
         Does this process host the store? It then leaves last.
+    ports : (int, int) or None
+        Lowest and highest port to listen on; None lets the system choose.
+    timeout_s : float
+        Limit of opening a connection, and of an operation on it, where a call names none; seconds.
+    location : Location or None
+        Where this rank is and listens; None finds it out, and checks that this rank can listen there.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, host: str | None, hosts_store: bool) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        host: str | None,
+        hosts_store: bool,
+        ports: tuple[int, int] | None = None,
+        timeout_s: float = _TIMEOUT_S,
+        location: Location | None = None,
+    ) -> None:
         if not (_is_number(rank) and _is_number(world_size)):
             raise ConfigError("EPLB-C009", problem=f"rank={rank!r} and world_size={world_size!r} should be integers")
         if world_size < 1 or not 0 <= rank < world_size:
             raise ConfigError("EPLB-C009", problem=f"rank {rank} does not fit world size {world_size}")
         self.rank = rank
         self.world_size = world_size
-        self.host = host or _LOOPBACK
-        self.host_given = host is not None
         self.hosts_store = hosts_store
-        self.boot_id = read_boot_id()
+        self.timeout_s = checked_limit(timeout_s)
+        self.ports: Ports | None = checked_ports(ports)
+        self.location = location or locate(host, ports, self.timeout_s)[0]
         self._store = store
-        self._epochs: dict[str, int] = {}
+        self._presence: Presence | None = None
+        self._is_own = False  # a store that `from_process_group` founded, so that nobody else's keys are in it
+        self._claims = Claims()
 
     @classmethod
-    def from_store(cls, store: Any, *, rank: int, world_size: int, host: str | None = None) -> ControlPlane:
+    def from_store(
+        cls,
+        store: Any,
+        *,
+        rank: int,
+        world_size: int,
+        host: str | None = None,
+        ports: tuple[int, int] | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> ControlPlane:
         """Use a store of the host's; elastic hosts need no default group for it.
 
         Parameters
         ----------
         store : torch.distributed.Store
-            Reached by every rank. It must outlive the communicators.
+            Reached by every rank, of a kind that can be cloned. It must outlive the communicators, the process that
+            hosts it included.
         rank, world_size : int
             Within the expert-parallel group.
         host : str or None
-            Address at which the other ranks reach this one; None is loopback.
+            Address of this machine at which the other ranks reach this one; None is loopback.
+        ports : (int, int) or None
+            Lowest and highest port that this rank may listen on; None lets the system choose.
+        timeout_s : float
+            Limit of reaching the store, now and where a later call names none; seconds.
 
         Returns
         -------
@@ -71,28 +102,45 @@ class ControlPlane:
         Raises
         ------
         ConfigError
-            No store, or the rank is none of a group of that size (EPLB-C009).
+            No store, one that has a single connection or does not answer, the rank is none of a group of that size, or
+            this rank cannot listen at `host` and `ports` (EPLB-C009).
         """
         import torch.distributed as dist
 
         if not isinstance(store, dist.Store):
             problem = f"expected a torch.distributed.Store, got {type(store).__name__}"
             raise ConfigError("EPLB-C009", problem=problem)
-        return cls(store, rank, world_size, host, hosts_store=False)
+        control = cls(store, rank, world_size, host, hosts_store=False, ports=ports, timeout_s=timeout_s)
+        try:
+            control._store = control.connection()  # of its own, with its own limit
+        except StoreGone as gone:
+            raise ConfigError("EPLB-C009", problem=str(gone)) from gone
+        return control
 
     @classmethod
-    def from_process_group(cls, group: Any, host: str | None = None, timeout_s: float = 60.0) -> ControlPlane:
+    def from_process_group(
+        cls,
+        group: Any,
+        host: str | None = None,
+        timeout_s: float = _TIMEOUT_S,
+        ports: tuple[int, int] | None = None,
+    ) -> ControlPlane:
         """Use a group once, to agree on a store of our own; collective over the group.
+
+        What is wrong on one rank is raised on all of them.
 
         Parameters
         ----------
         group : torch.distributed.ProcessGroup
             The expert-parallel group; it must move small CPU tensors. It is never used again.
         host : str or None
-            Address at which the other ranks reach this one. Needed when the ranks are on several hosts; the store
-            listens at group rank 0's.
+            Address of this machine at which the other ranks reach this one. Needed when the ranks are on several hosts
+            or in several containers; the store listens at group rank 0's.
         timeout_s : float
-            Limit of each of the two collectives and of reaching the store, seconds.
+            Limit of each of the two collectives, and of reaching the store where a later call names none; seconds.
+        ports : (int, int) or None
+            Lowest and highest port that this rank may listen on (one for each communicator that connects, and at group
+            rank 0 one for the store); None lets the system choose. Backends' connections are not among them.
 
         Returns
         -------
@@ -101,93 +149,140 @@ class ControlPlane:
         Raises
         ------
         ConfigError
-            The group moves no CPU tensors, the ranks are on several hosts and one gave no `host`, or the store cannot
-            be reached (EPLB-C009).
+            The group moves no CPU tensors, the ranks are on several hosts and one gave no `host`, one cannot listen at
+            its `host` and `ports`, or the store cannot be reached from one (EPLB-C009).
         """
-        import torch
-        import torch.distributed as dist
-
-        if not all(hasattr(group, method) for method in ("rank", "size", "allgather", "broadcast")):
+        if not all(hasattr(group, method) for method in ("rank", "size", "allgather")):
             problem = f"expected a torch.distributed.ProcessGroup, got {type(group).__name__}"
             raise ConfigError("EPLB-C009", problem=problem)
-        rank, world_size = int(group.rank()), int(group.size())
-        if host is not None and len(host.encode()) > 64:
-            raise ConfigError("EPLB-C009", problem=f"host={host!r} is longer than 64 bytes")
-        hello = _HELLO.pack(len((host or "").encode()), (host or "").encode(), read_boot_id().encode()[:64])
-        mine = torch.frombuffer(bytearray(hello), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(world_size)]
-        limit = timedelta(seconds=timeout_s)
-        _collective(lambda: group.allgather([everyone], [mine]).wait(limit))
-        hosts, boots = [], []
-        for record in everyone:
-            length, raw, boot = _HELLO.unpack(bytes(record.tolist()))
-            hosts.append(raw[:length].decode())
-            boots.append(boot)
-        if len(set(boots)) > 1 and not all(hosts):
-            silent = [r for r, given in enumerate(hosts) if not given]
-            raise ConfigError(
-                "EPLB-C009",
-                problem=f"the ranks are on {len(set(boots))} hosts, and rank(s) {silent} gave no host=",
-                detail="Give host=, the address at which the other ranks reach this one.",
-            )
-        address = hosts[0] or _LOOPBACK
-        port = torch.zeros(1, dtype=torch.int64)
-        store: Any = None
-        if rank == 0:
-            # A listener of our own: torch's would listen on every interface of the machine.
-            listener = socket.create_server((address, 0), family=_family(address), backlog=world_size + 16)
-            port[0] = listener.getsockname()[1]
-            store = dist.TCPStore(
-                address,
-                int(port[0]),
-                is_master=True,
-                wait_for_workers=False,
-                timeout=limit,
-                master_listen_fd=listener.detach(),
-            )
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        _collective(lambda: group.broadcast([port], options).wait(limit))
-        if store is None:
-            try:
-                store = dist.TCPStore(address, int(port[0]), is_master=False, wait_for_workers=False, timeout=limit)
-            except RuntimeError as error:
-                problem = f"rank {rank} cannot reach the store at {address}:{int(port[0])}"
-                raise ConfigError("EPLB-C009", problem=problem) from error
-        return cls(store, rank, world_size, host, hosts_store=rank == 0)
+        made = found(group, host, ports, checked_limit(timeout_s))
+        control = cls(
+            made.store,
+            made.rank,
+            made.world_size,
+            host,
+            hosts_store=made.rank == 0,
+            ports=ports,
+            timeout_s=timeout_s,
+            location=made.location,
+        )
+        control._presence, control._is_own = made.presence, True
+        return control
+
+    # --- where this rank is ------------------------------------------------------------------------------------------
+
+    @property
+    def host(self) -> str:
+        """Address at which this rank listens."""
+        return self.location.host
+
+    @property
+    def host_given(self) -> bool:
+        """Did the host engine name that address?"""
+        return self.location.host_given
+
+    @property
+    def boot_id(self) -> str:
+        """Equal for ranks on one machine."""
+        return self.location.boot_id
+
+    @property
+    def private(self) -> bool:
+        """Was the store made for this group? Then nothing in it is older than the group."""
+        return self._is_own
+
+    # --- connections -------------------------------------------------------------------------------------------------
 
     def client(self, prefix: str, timeout_s: float) -> StoreClient:
-        """Open a connection for one thread, in one namespace."""
-        return StoreClient(self.connection(), prefix, timeout_s)
+        """Open a connection for one thread, in one namespace; the limit is that of opening it and of each operation.
 
-    def connection(self) -> Any:
-        """Open a raw store connection of its own (a blocked wait holds its connection)."""
+        Raises
+        ------
+        StoreGone
+            Nobody answers.
+        """
+        opened = self._open(timeout_s)
+        return StoreClient(opened.store, prefix, timeout_s, opened.descriptor)
+
+    def connection(self, timeout_s: float | None = None) -> Any:
+        """Open a raw store connection of its own (a blocked wait holds its connection); see `client`."""
+        return self._open(self.timeout_s if timeout_s is None else timeout_s).store
+
+    def _open(self, timeout_s: float) -> Opened:
         try:
-            return self._store.clone()
-        except RuntimeError as error:
-            raise StoreGone(str(error).splitlines()[0]) from error
+            return open_again(self._store, timeout_s)
+        except StoreGone as gone:
+            if not self._is_own:
+                raise
+            raise StoreGone(f"{gone} (rank 0 of the group hosts it)") from gone
 
-    def next_epoch(self, name: str) -> int:
-        """Count a communicator's connects up; ranks make the same calls, so they count the same."""
-        self._epochs[name] = self._epochs.get(name, 0) + 1
-        return self._epochs[name]
+    # --- names -------------------------------------------------------------------------------------------------------
 
-    def start_epochs_at(self, name: str, epoch: int) -> None:
-        """Go on counting where another control plane stopped (after the store was lost)."""
-        self._epochs[name] = max(epoch, self._epochs.get(name, 0))
+    def claim(self, name: str, holder: object = None) -> None:
+        """Take a communicator's name, until `release`, or until the holder is gone where one is given.
+
+        Raises
+        ------
+        ConfigError
+            A communicator of that name is open on this control plane (EPLB-C010).
+        """
+        self._claims.take(name, holder)
+
+    def release(self, name: str, holder: object = None) -> None:
+        """Give a name back, unless another holder than the one given has it."""
+        self._claims.give_back(name, holder)
+
+    # --- who hosts the store leaves last -----------------------------------------------------------------------------
+
+    def absent(self) -> frozenset[int]:
+        """Return the ranks that are known to have left, or to have let go of their control planes.
+
+        Known to the rank that hosts the store of `from_process_group`, and to no other. Never wrong about a rank that
+        is named; it may not name one whose address is translated on the way.
+        """
+        return frozenset() if self._presence is None else self._presence.absent()
+
+    def acknowledge(self, name: str, timeout_s: float | None = None) -> None:
+        """Say that this rank has read what was said about a communicator, or will not: nobody need `linger` for it.
+
+        Does nothing where the store is the host engine's own, or gone.
+        """
+        if self._is_own and not self.hosts_store:
+            with suppress(StoreGone):
+                say_it_was_read(self.client(NAMESPACE, self._seconds(timeout_s)), name, self.rank)
+
+    def linger(self, name: str, timeout_s: float | None = None) -> frozenset[int]:
+        """Stay until the other ranks have read what this rank said about a communicator, when the store lives here.
+
+        Call it on the way out of a failure that was written into the store, before the error is raised that may end
+        this process and the store with it. On a rank that hosts no store it is `acknowledge`: it will not read either.
+
+        Parameters
+        ----------
+        name : str
+            Of the communicator.
+        timeout_s : float or None
+            Limit, seconds.
+
+        Returns
+        -------
+        frozenset of int
+            Ranks that did not `acknowledge` within the limit and are not known to have left.
+        """
+        if self._presence is None:
+            self.acknowledge(name, timeout_s)
+            return frozenset()
+        others = frozenset(range(self.world_size)) - {self.rank}
+        limit_s = self._seconds(timeout_s)
+        try:
+            client = self.client(NAMESPACE, limit_s)
+        except StoreGone:
+            return others
+        return stay_until_read(client, name, self._presence, others, limit_s)
+
+    def _seconds(self, timeout_s: float | None) -> float:
+        return self.timeout_s if timeout_s is None else timeout_s
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _collective(operation: Callable[[], object]) -> None:
-    try:
-        operation()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError("EPLB-C009", problem=f"the process group moved no small CPU tensor: {reason}") from error
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]

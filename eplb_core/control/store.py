@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import stat
-import struct
+import select
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -21,19 +17,22 @@ class StoreClient:
     """One connection to the store, in one namespace, for one thread.
 
     A torch client blocks in ``recv`` for as long as the store's host is silent, whatever its timeout says, so the
-    socket itself gets a receive limit; after it ran out the connection is out of step and is not used again.
+    socket itself was given a receive limit when it was opened; after it ran out the connection is out of step and is
+    not used again.
 
     Parameters
     ----------
     store : torch.distributed.Store
-        A connection of this client's own.
+        A connection of this client's own; see `eplb_core.control.opening.open_again`.
     prefix : str
         Namespace of its keys.
     timeout_s : float
-        Limit of one operation, seconds.
+        Limit of one operation, seconds, which its socket was given.
+    descriptor : int or None
+        Of that socket, where it is known; it belongs to the store.
     """
 
-    def __init__(self, store: Any, prefix: str, timeout_s: float) -> None:
+    def __init__(self, store: Any, prefix: str, timeout_s: float, descriptor: int | None = None) -> None:
         import torch.distributed as dist
 
         self.prefix = prefix
@@ -43,14 +42,16 @@ class StoreClient:
         """Keys that this client set and nobody else writes."""
         self.shared: set[str] = set()
         """Keys that any member may write, as far as this client knows them."""
-        self._store = dist.PrefixStore(prefix, store)
-        _limit_sockets(store, timeout_s)
+        self._store: Any = dist.PrefixStore(prefix, store)
+        self._hang_up: select.poll | None = None
+        if descriptor is not None:
+            self._hang_up = select.poll()
+            self._hang_up.register(descriptor, getattr(select, "POLLRDHUP", 0))
 
     def set(self, key: str, value: bytes) -> None:
         """Store a value. A lost store shows at the next operation that reads."""
         self.own.add(key)
-        # torch's stub asks for str, the binding takes bytes; here and below
-        self._call(lambda: self._store.set(key, value))  # type: ignore[arg-type]
+        self._call(lambda: self._store.set(key, value))
 
     def read(self, key: str) -> bytes | None:
         """Return the value of a key, or None while there is none."""
@@ -75,7 +76,7 @@ class StoreClient:
         (On a missing key a non-empty expectation comes back as if it had been stored.)
         """
         self.shared.add(key)
-        return self._call(lambda: bytes(self._store.compare_set(key, "", value)))  # type: ignore[arg-type]
+        return self._call(lambda: bytes(self._store.compare_set(key, "", value)))
 
     def delete(self, *keys: str) -> None:
         """Delete keys; missing ones are no error."""
@@ -84,44 +85,29 @@ class StoreClient:
         for key in keys:
             self._call(lambda key=key: self._store.delete_key(key))  # type: ignore[misc]
 
+    def close(self) -> None:
+        """Close the connection; an operation that comes later finds the store gone."""
+        self._gone = self._gone or "its connection was closed on this side"
+        self._hang_up = None
+        self._store = None  # which closes the socket: torch has no other way
+
     def _call(self, operation: Callable[[], T]) -> T:
         if self._gone is not None:
             raise StoreGone(self._gone)
+        # torch prints a page of C++ frames for an operation on a connection that the other end has closed.
+        if self._hang_up is not None and self._hang_up.poll(0):
+            self._gone = "its process is gone: it closed the connection"
+            raise StoreGone(self._gone)
         try:
             return operation()
-        except RuntimeError as error:  # DistNetworkError, DistStoreError; older torch raises plain RuntimeError
-            self._gone = str(error).splitlines()[0]
-            if "timeout" in self._gone.lower():
-                self._gone = f"it did not answer within {self._timeout_s:g} s ({self._gone})"
+        except (RuntimeError, OSError) as error:  # DistNetworkError, DistStoreError; a store of the host's own kind
+            reason = first_line(error)
+            late = "timeout" in reason.lower() or "timed out" in reason.lower()
+            self._gone = f"it did not answer within {self._timeout_s:g} s ({reason})" if late else reason
             raise StoreGone(self._gone) from error
 
 
-def _limit_sockets(store: Any, timeout_s: float) -> None:
-    """Give every connection of this process to the store's address a receive and a send limit.
-
-    torch exposes no descriptor, so they are found by their peer; on systems without /proc nothing is limited and the
-    operating system's own limits apply.
-    """
-    import torch.distributed as dist
-
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
-        return
-    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-    table = Path("/proc/self/fd")
-    for name in os.listdir(table) if table.exists() else ():
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            connection = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # closed meanwhile
-            continue
-        with connection:
-            try:
-                if connection.getpeername()[1] == store.port:
-                    # options belong to the socket, not to this duplicate of its descriptor
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            except (OSError, IndexError):
-                continue
+def first_line(error: BaseException) -> str:
+    """Return what an error says, without the C++ frames that torch puts below it."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -131,13 +131,24 @@ _add(
 _add(
     "EPLB-C009",
     "The control plane cannot be made: {problem}.",
-    meaning="A control plane needs a store that all ranks reach; from a process group it makes one, and then needs a "
-    "group that moves small CPU tensors and a reachable host.",
-    when="In ControlPlane.from_process_group, on every rank of the group, and in ControlPlane.from_store.",
-    situations=["an NCCL-only group was passed", "ranks run on several hosts and host= was not given"],
+    meaning="A control plane needs a store that all ranks reach, and an address of its own for every rank; from a "
+    "process group it makes the store, and then needs a group that moves small CPU tensors.",
+    when="In ControlPlane.from_process_group, on every rank of the group, whichever one it went wrong on; in "
+    "ControlPlane.from_store, on that rank; at connect, where ranks turn out to be on several hosts, or where no port "
+    "of ports= is free.",
+    situations=[
+        "an NCCL-only group was passed",
+        "ranks run on several hosts, or in several containers of one, and host= was not given",
+        "host= is another node's address, or one of a gateway in front of this machine",
+        "host= is a name that resolves to loopback on its own machine (127.0.1.1 in /etc/hosts)",
+        "a firewall between the ranks drops connections to the store's port",
+        "ports= allows fewer ports than there are ranks on the host, or others use them",
+        "the store is of a kind that has one connection only: one written in Python without clone()",
+    ],
     solutions=[
         "pass the CPU (gloo) group of the expert-parallel group",
-        "give host=, the address of group rank 0 that all ranks reach",
+        "give host=, on each rank the address of its own interface at which all ranks reach it ('ip addr' lists them)",
+        "open a range of ports between the ranks and name it with ports=(low, high); see 'Ports' in the README",
     ],
 )
 _add(
@@ -146,7 +157,10 @@ _add(
     meaning="An argument of the Communicator does not fit the weights, the control plane or the chosen backend.",
     when="When the Communicator is built, on the rank that was given the argument.",
     situations=["landing= given to a backend with packed landing", "a second communicator with a name still in use"],
-    solutions=["correct the argument that the message names"],
+    solutions=[
+        "correct the argument that the message names",
+        "close the communicator of that name first, or give the new one a name= of its own, equal on all ranks",
+    ],
 )
 _add(
     "EPLB-C011",
@@ -349,6 +363,22 @@ _add(
     ],
 )
 
+_add(
+    "EPLB-M007",
+    "Layer {layer}, tensor {tensor!r} of rank {rank} has other memory than was registered: {problem}.",
+    meaning="The host gave a registered tensor new memory, so rows would be read from, and written to, memory that the"
+    " model no longer uses.",
+    when="In begin() and rearrange(), on every rank, before a byte moves.",
+    situations=[
+        "tensor.data was assigned, or set_() called, by a reload or an offload of the weights",
+        "the storage was resized to nothing by a sleep mode",
+    ],
+    solutions=[
+        "copy new values into the registered tensors (copy_), and say so with reloaded(map)",
+        "or close the communicator before weights move, and build it again after",
+    ],
+)
+
 # --- P: plan ----------------------------------------------------------------------------------------------------------
 
 _add(
@@ -427,6 +457,24 @@ _add(
 
 _add(
     "EPLB-P008",
+    "The old map is not what rank {rank} holds: it differs first in layer {layer}, at slot {slot} "
+    "(held {held}, given {given}).",
+    meaning="After a first rearrangement the communicator knows which expert every row holds. A plan made of another"
+    " old map would read the wrong rows.",
+    when="In begin() and rearrange(), on every rank, before a byte moves.",
+    situations=[
+        "the same call is repeated after some layers were committed and a later one failed",
+        "the host rewrote the weights, by a reload, and did not say so",
+        "the map was kept from before a rebuild",
+    ],
+    solutions=[
+        "pass report.physical_to_logical_map, of the error or of the communicator, as the old map",
+        "call reloaded(map) on every rank after rewriting the weights",
+    ],
+)
+
+_add(
+    "EPLB-P010",
     "Invalid expert load: {problem}.",
     meaning="What was recorded of a layer's tokens has the wrong shape or type, or cannot be a number of tokens.",
     when="In LoadBalancer.record(), locally; for values, when a rearrangement reads them, on every rank.",
@@ -489,8 +537,13 @@ _add(
     "EPLB-T005",
     "The store is lost in {where}: {problem}. Layers in doubt: {layers}.",
     meaning="The process that hosts the store is gone, so the outcome of the layers named is not known here.",
-    when="At any store operation, within 3 s.",
-    situations=["the store's host rank was killed", "the network to it broke"],
+    when="At any store operation, and when a connection to the store is opened: at once where its process is gone, "
+    "after timeout_s where that process is stopped.",
+    situations=[
+        "the store's host rank was killed, or ended without waiting for the others",
+        "it is stopped or swapped out",
+        "the network to it broke",
+    ],
     solutions=[
         "rebuild(timeout_s, control=ControlPlane.from_store(new_store, ...), ranks=...) settles the layers in doubt"
     ],
@@ -577,6 +630,47 @@ _add(
     when="At any call in the forked process, locally; the communicator of its parent is not touched.",
     situations=["os.fork, or multiprocessing with the fork method, after the communicator was built"],
     solutions=["start processes with the spawn method", "or fork before the communicator is built"],
+)
+_add(
+    "EPLB-T016",
+    "A commit stands in a vote in which rank {rank} cast no ballot, in {where}.",
+    meaning="The decision was made without this rank, so it says nothing of this rank's rows and is not obeyed.",
+    when="While a vote is waited for, on the rank that finds it; its weights are untouched.",
+    situations=["another program writes into the keys of the communicator"],
+    solutions=["give each communicator a store, or a prefix of one, of its own", "rebuild()"],
+)
+_add(
+    "EPLB-T015",
+    "Another process is this rank already: {process} is rank {rank} of communicator {name!r} in this store.",
+    meaning="Two processes take part as one rank; only one of them can. Nothing was moved by the one that says so.",
+    when="At connect or rebuild, on the rank that came second, or whose place was taken while it waited.",
+    situations=[
+        "two expert-parallel groups share one store and one name",
+        "a rank was restarted while its old process still lives, stopped or hanging",
+        "two communicators of one name are open in one process",
+    ],
+    solutions=[
+        "give each group a store of its own: dist.PrefixStore(group_name, store)",
+        "give each communicator of a group its own name=",
+        "end the old process, then call again",
+    ],
+)
+
+_add(
+    "EPLB-T014",
+    "Rank {rank} could not reach rank {peer} at {at}: {reason}.",
+    meaning="The connection by which a rank watches whether its neighbour is alive could not be made.",
+    when="At connect and rebuild, once the addresses of all ranks are known; every rank raises it.",
+    situations=[
+        "a firewall drops or refuses connections to the peer's port, which the system chose",
+        "the peer's host= is an address that this rank's network does not reach",
+        "the peer's process ended meanwhile ('refused')",
+    ],
+    solutions=[
+        "from the rank's machine, try the address: 'nc -vz HOST PORT' while the peer listens",
+        "give the peer host=, an address that all ranks reach",
+        "open a range of ports between the ranks and name it with ports=(low, high); see 'Ports' in the README",
+    ],
 )
 
 _add(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LandingMemory:
-    """``staging_layers`` slots, each big enough for what one rank receives of any layer, and one spare row per tensor.
+    """``staging_layers`` slots, each big enough for what one rank receives of any layer, and spare rows.
 
     Parameters
     ----------
@@ -52,6 +52,7 @@ class LandingMemory:
         nbytes = max(_slot_nbytes(g, landing_layout, num_peers) for g in layout.geometries)
         count = 0 if host_landing is not None else staging_layers
         self._blocks: list[StagingBlock] = []
+        self._spare: dict[int, torch.Tensor] = {}
         try:
             for _ in range(count):
                 self._blocks.append(allocator.allocate(nbytes, landing_device))
@@ -60,13 +61,28 @@ class LandingMemory:
             raise
         self.slots = [block.data for block in self._blocks]
         self.nbytes = sum(slot.numel() for slot in self.slots)
-        widest = max((int(n) for g in layout.geometries for n in g.nbytes), default=0)
-        tensors = max(len(g.nbytes) for g in layout.geometries)
-        self._spare = [torch.empty(widest, dtype=torch.uint8, device=layout.device) for _ in range(tensors)]
+        self._device = layout.device
+        self._widest: dict[int, int] = {}
+        for geometry in {id(g): g for g in layout.geometries}.values():
+            for tensor, nbytes_row in enumerate(geometry.nbytes.tolist()):
+                self._widest[tensor] = max(self._widest.get(tensor, 0), nbytes_row)
 
     def spare_row(self, tensor: int, nbytes: int) -> torch.Tensor:
-        """Return the spare row of a tensor, uint8 ``[nbytes]``."""
-        return self._spare[tensor][:nbytes]
+        """Return the spare row of a tensor, uint8 ``[nbytes]``, on the weights' device.
+
+        A cycle of local moves is opened by saving one of its rows. There is a spare row for each tensor that has ever
+        needed one, made while a commit is laid out, before its vote: a commit allocates nothing.
+        """
+        spare = self._spare.get(tensor)
+        if spare is None:
+            spare = torch.empty(self._widest[tensor], dtype=torch.uint8, device=self._device)
+            self._spare[tensor] = spare
+        return spare[:nbytes]
+
+    @property
+    def nbytes_spare(self) -> int:
+        """Bytes of the spare rows."""
+        return sum(spare.numel() for spare in self._spare.values())
 
     def landed_rows(self, slot: int, receives: MoveColumns) -> list[torch.Tensor]:
         """Return where each received row lies, uint8 ``[nbytes]``."""
@@ -90,6 +106,11 @@ class LandingMemory:
         blocks, self._blocks, self.slots = self._blocks, [], []
         for slot, block in enumerate(blocks):
             self._allocator.release(block, (events or {}).get(slot) or rest)
+
+    def let_go(self) -> None:
+        """Drop the spare rows and the host's landing rows."""
+        self._spare.clear()
+        self.rows = None
 
 
 def _slot_nbytes(geometry: LayerGeometry, landing_layout: str, num_peers: int) -> int:

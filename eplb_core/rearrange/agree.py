@@ -7,18 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import numpy.typing as npt
 
+from eplb_core.arrays import IntArray
 from eplb_core.backend import Event
-from eplb_core.errors import EplbError, PlanError, error_for
+from eplb_core.errors import EplbError, MetadataError, PlanError, error_for
 from eplb_core.plan import PlacementPlan, check_maps, plan_moves
 from eplb_core.plan.maps import map_digest
+from eplb_core.voting.meeting import all_agree
 from eplb_core.wire.ballots import Ballot
 
 if TYPE_CHECKING:
-    from eplb_core.rearrange.epoch import Session
-    from eplb_core.voting.members import Council
+    from eplb_core.rearrange.epoch import Epoch
+    from eplb_core.rearrange.held import HeldPlacement
+    from eplb_core.voting.members import Members
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,18 +35,23 @@ class Proposal:
         Their moves.
     """
 
-    old: npt.NDArray[np.int64]
-    new: npt.NDArray[np.int64]
+    old: IntArray
+    new: IntArray
     plan: PlacementPlan
 
 
-def propose(session: Session, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Proposal | EplbError:
-    """Check the maps and plan the moves; what is wrong is returned, for this rank's ballot to carry.
+def propose(epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Proposal | EplbError:
+    """Check memory and maps and plan the moves; what is wrong is returned, for this rank's ballot to carry.
 
     Bad arguments of one rank must hang nobody, so nothing is raised here.
     """
-    layout, world_size = session.assembly.layout, session.control.world_size
+    layout, world_size = epoch.setup.layout, epoch.control.world_size
+    members, _ = epoch.entered
     try:
+        replaced = layout.first_replaced()
+        if replaced is not None:
+            layer, tensor, problem = replaced
+            raise MetadataError("EPLB-M007", layer=layer, tensor=tensor, rank=epoch.rank, problem=problem)
         old, new = check_maps(
             old_map,
             new_map,
@@ -52,24 +59,29 @@ def propose(session: Session, old_map: npt.ArrayLike, new_map: npt.ArrayLike) ->
             world_size=world_size,
             num_local_physical_experts=layout.num_local_physical_experts,
         )
-        members = session.members if len(session.members) < world_size else None
-        plan = plan_moves(old, new, world_size=world_size, members=members, nodes=session.connection.nodes)
+        differs = held.first_difference(old, members.members)
+        if differs is not None:
+            layer, slot = differs
+            given, holds = int(old[layer, slot]), int(held.map[layer, slot])
+            raise PlanError("EPLB-P008", rank=epoch.rank, layer=layer, slot=slot, held=holds, given=given)
+        present = members.members if len(members.members) < world_size else None
+        plan = plan_moves(old, new, world_size=world_size, members=present, nodes=epoch.nodes)
     except EplbError as error:
-        detail = f"{error.detail} Found by rank {session.rank}.".strip()
+        detail = f"{error.detail} Found by rank {epoch.rank}.".strip()
         return error_for(error.code, *error.values, detail=detail, **error.fields)
     except Exception as error:  # of an array of the host's own kind, say
         problem = f"reading them failed with {type(error).__name__}: {error}"
-        return error_for("EPLB-P001", problem=problem, detail=f"Found by rank {session.rank}.")
+        return error_for("EPLB-P001", problem=problem, detail=f"Found by rank {epoch.rank}.")
     return Proposal(old, new, plan)
 
 
-def agree(session: Session, proposal: Proposal | EplbError) -> Proposal:
+def agree(epoch: Epoch, proposal: Proposal | EplbError) -> Proposal:
     """Vote on the proposals of all members; collective.
 
     Parameters
     ----------
-    session : Session
-        Connected.
+    epoch : Epoch
+        Entered.
     proposal : Proposal or EplbError
         This rank's, or why it has none.
 
@@ -83,61 +95,66 @@ def agree(session: Session, proposal: Proposal | EplbError) -> Proposal:
     EplbError
         The same on every rank: whose maps differ, or what is wrong with the arguments of one.
     """
-    council = session.council
-    where = f"generation {council.generation}, phase agree"
-    vote = council.vote("agree", where)
-    council.attend(vote)
-    if isinstance(proposal, Proposal):
-        refusal = _compare(council, proposal, where) or _observe(session, where)
-    else:
-        refusal = proposal
-    if refusal is None:
-        vote.cast(Ballot(True), council.tally)
-        decision = council.decide(vote)
-    else:
-        decision = vote.abort(refusal)
+    members, watch = epoch.entered
+    where = f"generation {members.generation}, phase agree"
+    vote = members.vote("agree", where)
+    watch.attend(vote)
+    try:
+        if isinstance(proposal, Proposal):
+            refusal = _compare(members, proposal, where) or _observe(epoch, members, where)
+        else:
+            refusal = proposal
+        if refusal is None:
+            vote.cast(Ballot(True), all_agree(members.rank))
+            decision = watch.decide(vote)
+        else:
+            decision = vote.abort(refusal)
+    except BaseException as interrupt:
+        if not isinstance(interrupt, Exception):  # Ctrl-C: the members must not wait for this rank
+            reason = type(interrupt).__name__
+            vote.abort(error_for("EPLB-T007", rank=members.rank, where=where, reason=reason), fatal=True)
+        raise
     if decision.commit:
-        council.forget()
-    council.forget_later([vote], extra=[_first_key(council)])
+        members.forget()
+    members.forget_later([vote], extra=[_first_key(members)])
     if not decision.commit or isinstance(proposal, EplbError):
         error = decision.error or error_for("EPLB-T007", rank=decision.by, where=where, reason="no reason given")
         raise error from (refusal if refusal is not error else None)
     return proposal
 
 
-def _compare(council: Council, proposal: Proposal, where: str) -> EplbError | None:
+def _compare(members: Members, proposal: Proposal, where: str) -> EplbError | None:
     """Compare this rank's maps with the first ones stored."""
     mine = {"old maps": map_digest(proposal.old).hex(), "new maps": map_digest(proposal.new).hex()}
-    rank, theirs = _first_maps(council, mine)
+    rank, theirs = _first_maps(members, mine)
     differing = [what for what, digest in mine.items() if theirs.get(what) != digest]
     if not differing:
         return None
-    detail = f"Rank {council.rank} and rank {rank} differ ({where}); nothing was moved."
+    detail = f"Rank {members.rank} and rank {rank} differ ({where}); nothing was moved."
     return PlanError("EPLB-P003", what=" and ".join(differing), detail=detail)
 
 
-def _first_maps(council: Council, mine: Mapping[str, str]) -> tuple[int, Mapping[str, str]]:
+def _first_maps(members: Members, mine: Mapping[str, str]) -> tuple[int, Mapping[str, str]]:
     """Store digests of this rank's maps unless another rank was first; return whose stand there, and what."""
-    body = json.dumps([council.rank, mine]).encode()
-    sealed = council.seal("maps", body, rank=0, generation=council.generation)
-    value = council.client.put_first(_first_key(council), sealed)
-    rank, theirs = json.loads(council.open(value, "maps", rank=0, generation=council.generation))
+    body = json.dumps([members.rank, mine]).encode()
+    sealed = members.seal("maps", body, rank=0, generation=members.generation)
+    value = members.client.put_first(_first_key(members), sealed)
+    rank, theirs = json.loads(members.open(value, "maps", rank=0, generation=members.generation))
     return int(rank), dict(theirs)
 
 
-def _first_key(council: Council) -> str:
-    return f"{council.generation}/agree/first"
+def _first_key(members: Members) -> str:
+    return members.key(f"{members.generation}/agree/first")
 
 
-def _observe(session: Session, where: str) -> EplbError | None:
-    if not session.hooks.observed:
+def _observe(epoch: Epoch, members: Members, where: str) -> EplbError | None:
+    if not epoch.hooks.observed:
         return None
-    council = session.council
     try:
-        session.hooks.observe(Event("agree", council.name, council.epoch, council.generation, None, True))
+        epoch.hooks.observe(Event("agree", members.name, members.epoch, members.generation, None, True))
     except EplbError as error:
         return error
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        return error_for("EPLB-T007", rank=session.rank, where=where, reason=reason)
+        return error_for("EPLB-T007", rank=epoch.rank, where=where, reason=reason)
     return None

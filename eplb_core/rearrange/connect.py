@@ -1,56 +1,62 @@
-"""Connecting: records are compared, the liveness ring is closed, and backends meet the peers that plans name."""
+"""Connecting: the members of an epoch meet and join, and backends are linked to the peers that plans name."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from eplb_core._version import __version__
-from eplb_core.backend import PeerMetadata
+from eplb_core.arrays import IntArray
 from eplb_core.backend.toolkit import Deadline
 from eplb_core.control.hosts import node_ids
 from eplb_core.control.store import StoreGone
-from eplb_core.errors import DiscoveryError, EplbError, MetadataError, TransferError, error_for
+from eplb_core.errors import DiscoveryError, EplbError, TransferError, error_for
+from eplb_core.rearrange import records, recovery
+from eplb_core.rearrange.epoch import Epoch
 from eplb_core.voting.liveness import Ring
+from eplb_core.voting.meeting import Joining, Meeting, Roll, all_agree, whom
+from eplb_core.voting.members import Members
+from eplb_core.voting.operations import Refusal, perform
 from eplb_core.voting.vote import Vote
 from eplb_core.wire.ballots import Ballot, Decision
-from eplb_core.wire.compare import difference
-from eplb_core.wire.record import RankRecord
+from eplb_core.wire.envelope import MessageScope
 
 if TYPE_CHECKING:
-    from eplb_core.rearrange.epoch import Session
+    from eplb_core.control.store import StoreClient
+    from eplb_core.rearrange.held import HeldPlacement
+
+_LONGEST_PAUSE_S = 10e-3
 
 
-class Connection:
-    """How far a session is connected.
+class Entrance:
+    """The way into an epoch: the meeting, then one vote for which the ring is closed and the placement settled.
 
     Parameters
     ----------
-    session : Session
+    epoch : Epoch
         Built and registered.
-
-    Attributes
-    ----------
-    nodes : tuple of int or None
-        Host number of every rank, when the members are on more than one host.
+    client : StoreClient
+        In the namespace of the communicator.
+    meeting : Meeting
+        This rank's coming.
+    held : HeldPlacement
+        What its rows hold.
     """
 
-    def __init__(self, session: Session) -> None:
-        world_size = session.control.world_size
-        self.nodes: tuple[int, ...] | None = None
-        self._session = session
-        self._council = session.council
-        self._compared = False
-        self._exchanged = False
-        self._linked = np.zeros((world_size, world_size), dtype=bool)
+    def __init__(self, epoch: Epoch, client: StoreClient, meeting: Meeting, held: HeldPlacement) -> None:
+        self._epoch = epoch
+        self._client = client
+        self._meeting = meeting
+        self._held = held
+        self._record = records.record_of(epoch)
+        self._members: Members | None = None
+        self._ring: Ring | None = None
+        self._vote: Vote | None = None
 
-    def compare(self, timeout_s: float) -> None:
-        """Compare the records of all members and close the ring; collective, once.
+    def enter(self, timeout_s: float, *, everyone: bool) -> None:
+        """Meet, join, and with `everyone` link the backends of all members; collective.
 
         Raises
         ------
@@ -59,186 +65,241 @@ class Connection:
         StalledError, PeerLostError
             A member did not come, or died.
         """
-        if self._compared:
-            return
-        session, council = self._session, self._council
-        record = self._record()
-        council.client.set(f"record/{council.rank}", council.seal("record", record.to_bytes()))
-        ring = Ring(
-            session.control.host, name=council.name, rank=council.rank, epoch=council.epoch, members=council.members
-        )
-        council.ring = ring
-        address = json.dumps([session.control.host, ring.port]).encode()
-        council.client.set(f"ring/{council.rank}", council.seal("address", address))
-        vote = council.vote("records", "connect, phase records")
-        digest = record.shared_digest().hex()
-        first_rank, first_digest = self._first_record(digest)
-        if first_digest != digest:
-            vote.abort(self._difference(record, first_rank), content={"differs": [council.rank, first_rank]})
-        else:
-            ballot = Ballot(True, content={"boot": session.control.boot_id, "host": session.control.host_given})
-            vote.cast(ballot, self._tally_records)
-        decision = council.decide(vote, timeout_s=timeout_s)
-        if not decision.commit:
-            raise self._record_error(record, decision)
-        boots = [str(decision.content["boots"].get(str(rank), "")) for rank in range(session.control.world_size)]
-        nodes = node_ids(boots)
-        self.nodes = nodes if len({nodes[rank] for rank in council.members}) > 1 else None
-        if len(council.members) > 1:
-            self._close_ring(ring, timeout_s)
-        self._compared = True
-
-    def link(self, pairs: npt.NDArray[np.int64], peers: Sequence[int], timeout_s: float) -> None:
-        """Connect the backends of pairs that a plan names for the first time; collective when there is one.
-
-        The first call of an epoch exchanges in any case, so that no backend sees a transfer before its
-        ``exchange_metadata``.
-
-        Parameters
-        ----------
-        pairs : ndarray, int64, [num_pairs, 2]
-            Every pair of ranks that exchanges rows, from the whole plan, so that all members come to the same answer.
-        peers : sequence of int
-            Those of this rank.
-        timeout_s : float
-            Limit, seconds.
-        """
-        if self._exchanged and bool(self._linked[pairs[:, 0], pairs[:, 1]].all()):
-            return
-        session, council = self._session, self._council
-        vote = council.vote("link", f"generation {council.generation}, phase connect")
-        council.attend(vote)
-        new = [peer for peer in peers if not self._linked[min(peer, council.rank), max(peer, council.rank)]]
         deadline = Deadline(timeout_s)
         try:
-            receipt = session.hooks.exchange_metadata(session.local, self._metadata_of(new))
-            left_out = sorted(set(new) - set(receipt.peers))
-            if left_out:
-                reason = f"its exchange_metadata left out rank(s) {left_out}"
-                raise DiscoveryError("EPLB-D003", backend=session.assembly.info.name, reason=reason)
-            self._pump_until_connected(deadline, vote, new)
-        except StoreGone:
+            _, decision = perform(
+                self._meeting.attending(lambda roll: self._join(roll, everyone)), self._client, self._pause(deadline)
+            )
+        except EplbError as error:
+            self._abandon()
+            stands = self._vote.decision if self._vote is not None else None
+            if self._members is not None and stands is not None and stands.error is error:
+                raise records.told_here(self._members, self._record, stands) from error
             raise
-        except Exception as error:
-            named = council.diagnose(error, vote, vote.where)[0]
-            decision = vote.abort(named, fatal=True)
-        else:
-            vote.cast(Ballot(True), council.tally)
-            # Whoever is connected goes on pumping, so that the others become connected too.
-            decision = council.decide(vote, timeout_s=max(1.0, deadline.left_s), pump=session.backend.progress)
-        if not decision.commit:
-            raise _error_of(decision)
-        self._linked[pairs[:, 0], pairs[:, 1]] = True
-        self._exchanged = True
+        except BaseException:
+            self._abandon()
+            raise
+        self._joined(decision, max(1.0, deadline.left_s))
 
-    # --- records -----------------------------------------------------------------------------------------------------
+    # --- the meeting -------------------------------------------------------------------------------------------------
 
-    def _record(self) -> RankRecord:
-        session = self._session
-        made = session.assembly
-        config = made.config
-        shared: dict[str, str | int | float | bool] = {
-            "staging_layers": config.staging_layers,
-            "max_ops_per_batch": config.max_ops_per_batch,
-            "enable_migration_batching": config.enable_migration_batching,
-            "landing_layout": str(session.backend.landing_layout),
-            "coalesce_nbytes": session.coalesce_nbytes,
-        }
-        shared.update({f"{made.info.name}.{key}": value for key, value in session.shared_options.items()})
-        return RankRecord(
-            rank=session.rank,
-            backend=made.info.name,
-            backend_version=made.backend_version,
-            core_version=__version__,
-            api_version=made.info.api_version,
-            label=made.label,
-            options=shared,
-            members=self._council.members,
-            boot_id=session.control.boot_id,
-            host=session.control.host,
-            layout=made.layout.record(),
-            payload=session.local.payload,
+    def _join(self, roll: Roll, everyone: bool) -> Joining:
+        """Take part in a roll: listen for the neighbour, show the record, and tell what is known of layers in doubt."""
+        epoch, control = self._epoch, self._epoch.control
+        self._abandon()
+        scope = MessageScope(self._meeting.name, self._meeting.rank, roll.epoch, 0)
+        members = Members(
+            self._client, scope, members=roll.members, namespace=roll.namespace, timeout_s=epoch.timeout_s
         )
+        self._members = members
+        self._ring = Ring(
+            control.host,
+            name=members.name,
+            rank=members.rank,
+            epoch=roll.epoch,
+            members=roll.members,
+            ports=control.ports,
+        )
+        records.publish(members, self._record)
+        content = {
+            "digest": self._record.shared_digest().hex(),
+            "boot": control.boot_id,
+            "host": control.host_given,
+            "address": [control.host, self._ring.port],
+            "known": recovery.known_of(self._held),
+            "everyone": everyone,
+        }
+        self._vote = members.vote("meet", "connect, phase meeting")
+        return Joining(self._vote, Ballot(True, content=content), lambda ballots: self._tally(members, ballots))
 
-    def _first_record(self, digest: str) -> tuple[int, str]:
-        """Store the digest of this rank's record unless another was first; return whose stands there, and which."""
-        council = self._council
-        mine = council.seal("first", json.dumps([council.rank, digest]).encode(), rank=0)
-        rank, first = json.loads(council.open(council.client.put_first("records/first", mine), "first", rank=0))
-        return int(rank), str(first)
-
-    def _tally_records(self, ballots: Mapping[int, Ballot]) -> Decision:
-        decision = self._council.tally(ballots)
+    @staticmethod
+    def _tally(members: Members, ballots: Mapping[int, Ballot]) -> Decision:
+        decision = all_agree(members.rank)(ballots)
         if not decision.commit:
             return decision
-        boots = {str(rank): ballot.content.get("boot") for rank, ballot in ballots.items()}
-        silent = [rank for rank, ballot in ballots.items() if not ballot.content.get("host")]
+        differs = records.first_difference(members, ballots)
+        if differs is not None:
+            return differs
+        boots = {str(rank): ballot.content["boot"] for rank, ballot in ballots.items()}
+        silent = [rank for rank, ballot in ballots.items() if not ballot.content["host"]]
         if len(set(boots.values())) > 1 and silent:
             problem = f"the ranks are on {len(set(boots.values()))} hosts, and rank(s) {silent} gave no host="
-            return Decision(False, self._council.rank, error_for("EPLB-C009", problem=problem))
-        return Decision(True, self._council.rank, content={"boots": boots})
+            return Decision(False, members.rank, error_for("EPLB-C009", problem=problem))
+        return Decision(
+            True,
+            members.rank,
+            content={
+                "boots": boots,
+                "addresses": {str(rank): ballot.content["address"] for rank, ballot in ballots.items()},
+                "forward": recovery.to_roll_forward(ballots),
+                "everyone": any(ballot.content["everyone"] for ballot in ballots.values()),
+            },
+        )
 
-    def _record_error(self, record: RankRecord, decision: Decision) -> EplbError:
-        """Tell the difference as this rank sees it: it and its peer are named the other way round over there."""
-        if "differs" in decision.content and decision.by != record.rank:
-            for peer in (int(rank) for rank in decision.content["differs"]):
-                found = None if peer == record.rank else difference(record, self._peer_record(peer))
-                if found is not None:
-                    return found
-        return _error_of(decision)
+    def _pause(self, deadline: Deadline) -> Any:
+        pause_s = 100e-6
 
-    def _difference(self, record: RankRecord, peer: int) -> EplbError:
-        found = difference(record, self._peer_record(peer))
-        if found is None:
-            raise MetadataError("EPLB-M005", peer=peer, problem="its record and the digest of it do not agree")
-        return found
-
-    def _peer_record(self, peer: int) -> RankRecord:
-        value = self._council.client.read(f"record/{peer}")
-        if value is None:
-            raise MetadataError("EPLB-M005", peer=peer, problem="it left no record")
-        return RankRecord.from_bytes(self._council.open(value, "record", rank=peer), rank=peer)
-
-    def _metadata_of(self, peers: Sequence[int]) -> list[PeerMetadata]:
-        own = self._record().shared_digest()
-        metadata = []
-        for peer in peers:
-            record = self._peer_record(peer)
-            if record.shared_digest() != own:
-                raise MetadataError("EPLB-M005", peer=peer, problem="its record changed after it was compared")
-            metadata.append(PeerMetadata(peer, record.payload))
-        return metadata
-
-    # --- ring and backend --------------------------------------------------------------------------------------------
-
-    def _close_ring(self, ring: Ring, timeout_s: float) -> None:
-        council = self._council
-        vote = council.vote("ring", "connect, phase ring")
-        try:
-            value = council.client.read(f"ring/{ring.right}")
-            if value is None:
-                raise MetadataError("EPLB-M005", peer=ring.right, problem="it left no address")
-            host, port = json.loads(council.open(value, "address", rank=ring.right))
-            ring.connect((str(host), int(port)), timeout_s, give_up=lambda: _refusal(vote))
-        except (EplbError, OSError) as error:
-            decision = vote.abort(council.diagnose(error, vote, vote.where)[0], fatal=True)
-        else:
-            vote.cast(Ballot(True), council.tally)
-            decision = council.decide(vote, timeout_s=timeout_s)
-        if not decision.commit:
-            raise _error_of(decision)
-
-    def _pump_until_connected(self, deadline: Deadline, vote: Vote, peers: Sequence[int]) -> None:
-        session = self._session
-        while not session.backend_connected():
-            session.backend.progress()
-            reason = self._council.cancelled()
-            if reason is not None:
-                raise TransferError("EPLB-T007", rank=session.rank, where=vote.where, reason=reason)
+        def pause() -> Refusal | None:
+            nonlocal pause_s
+            leaving = self._epoch.leaving()
+            if leaving is not None:
+                return Refusal(leaving)
             if deadline.over:
-                waiting_for = f"the connections to ranks {list(peers)}"
-                raise error_for("EPLB-T002", seconds=deadline.elapsed_s, where=vote.where, waiting_for=waiting_for)
-            time.sleep(50e-6)
+                return Refusal(self._meeting.stalled or self._nobody_came(deadline))
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+            return None
+
+        return pause
+
+    def _nobody_came(self, deadline: Deadline) -> EplbError:
+        meeting = self._meeting
+        waiting = meeting.waiting_for
+        if not waiting and self._vote is not None:
+            waiting = dict.fromkeys(self._vote.missing(), "")
+        where = "connect, phase meeting"
+        waiting_for = whom(waiting, meeting.members)
+        return error_for("EPLB-T002", seconds=deadline.timeout_s, where=where, waiting_for=waiting_for)
+
+    def _abandon(self) -> None:
+        if self._ring is not None:
+            self._ring.close(goodbye=False)
+            self._ring = None
+
+    # --- joining -----------------------------------------------------------------------------------------------------
+
+    def _joined(self, decision: Decision, timeout_s: float) -> None:
+        epoch, members, ring = self._epoch, self._members, self._ring
+        if members is None or ring is None:
+            raise RuntimeError("a meeting ended without a roll")
+        import torch.distributed as dist
+
+        prefix = f"{self._client.prefix}/{members.namespace}/backend"
+        epoch.met(members, dist.PrefixStore(prefix, epoch.control.connection()))
+        members.ring = ring
+        content = decision.content
+        boots = [str(content["boots"].get(str(rank), "")) for rank in range(epoch.control.world_size)]
+        nodes = node_ids(boots)
+        epoch.nodes = nodes if len({nodes[rank] for rank in members.members}) > 1 else None
+        self._held.roll_forward(content["forward"])
+        recovery.publish_held(members, self._held)
+        vote = members.vote("join", "connect, phase join")
+        ballot = Ballot(True, content={"held": self._held.digest(members.members)})
+
+        def ready() -> None:
+            if len(members.members) > 1:
+                host, port = content["addresses"][str(ring.right)]
+                ring.connect((str(host), int(port)), timeout_s, give_up=lambda: _refusal(vote))
+            if content["everyone"]:
+                _exchange(epoch, vote, _others(members), Deadline(timeout_s))
+
+        decision = _settle(epoch, vote, ready, ballot, timeout_s, _tally_held(members.rank))
+        if content["everyone"]:
+            _note_linked(epoch, all_pairs(members.members))
+        recovery.settle_held(members, self._held, {int(r): str(d) for r, d in decision.content["held"].items()})
+
+
+def link(
+    epoch: Epoch,
+    pairs: IntArray,
+    peers: Sequence[int],
+    timeout_s: float,
+    topic: str = "link",
+    *,
+    always: bool = False,
+) -> None:
+    """Connect the backends of pairs that a plan names for the first time; collective when there is one, or `always`.
+
+    The first call of an epoch exchanges in any case, so that no backend sees a transfer before its
+    ``exchange_metadata``.
+
+    Parameters
+    ----------
+    epoch : Epoch
+        Entered.
+    pairs : ndarray, int64, [num_pairs, 2]
+        Every pair of ranks that exchanges rows, from the whole plan, so that all members come to the same answer.
+    peers : sequence of int
+        Those of this rank.
+    timeout_s : float
+        Limit, seconds.
+    topic : str
+        Of the vote; one in a generation.
+    """
+    if not always and epoch.exchanged and bool(epoch.linked[pairs[:, 0], pairs[:, 1]].all()):
+        return
+    members, _ = epoch.entered
+    vote = members.vote(topic, f"generation {members.generation}, phase connect")
+    new = [peer for peer in peers if not epoch.linked[min(peer, members.rank), max(peer, members.rank)]]
+    deadline = Deadline(timeout_s)
+    _settle(epoch, vote, lambda: _exchange(epoch, vote, new, deadline), Ballot(True), timeout_s)
+    members.forget_later([vote])
+    _note_linked(epoch, pairs)
+
+
+def all_pairs(members: Sequence[int]) -> IntArray:
+    """Return every (low, high) pair of some ranks, ``[num_pairs, 2]``."""
+    ranks = np.array(members, dtype=np.int64)
+    low, high = np.triu_indices(len(ranks), k=1)
+    return np.stack([ranks[low], ranks[high]], axis=1)
+
+
+def _settle(epoch: Epoch, vote: Vote, ready: Any, ballot: Ballot, timeout_s: float, tally: Any = None) -> Decision:
+    """Do this rank's part, vote on it, and go on moving the backend until all have voted."""
+    members, watch = epoch.entered
+    watch.attend(vote)
+    deadline = Deadline(timeout_s)
+    try:
+        ready()
+    except StoreGone:
+        raise
+    except Exception as error:
+        decision = vote.abort(watch.diagnose(error, vote, vote.where).error, fatal=True)
+    else:
+        vote.cast(ballot, tally or all_agree(members.rank))
+        # Whoever is connected goes on pumping, so that the others become connected too.
+        decision = watch.decide(vote, timeout_s=max(1.0, deadline.left_s), progress=epoch.backend.progress)
+    if not decision.commit:
+        raise _error_of(decision)
+    return decision
+
+
+def _exchange(epoch: Epoch, vote: Vote, new: Sequence[int], deadline: Deadline) -> None:
+    members, watch = epoch.entered
+    metadata = records.metadata_of(members, records.record_of(epoch), new)
+    receipt = epoch.hooks.exchange_metadata(epoch.local, metadata)
+    left_out = sorted(set(new) - set(receipt.peers))
+    if left_out:
+        reason = f"its exchange_metadata left out rank(s) {left_out}"
+        raise DiscoveryError("EPLB-D003", backend=epoch.setup.info.name, reason=reason)
+    while not epoch.backend_connected():
+        epoch.backend.progress()
+        cancelled = watch.cancelled()
+        if cancelled is not None:
+            raise TransferError("EPLB-T007", rank=epoch.rank, where=vote.where, reason=cancelled.reason)
+        if deadline.over:
+            waiting_for = f"the connections to ranks {list(new)}"
+            raise error_for("EPLB-T002", seconds=deadline.elapsed_s, where=vote.where, waiting_for=waiting_for)
+        time.sleep(50e-6)
+
+
+def _note_linked(epoch: Epoch, pairs: IntArray) -> None:
+    epoch.linked[pairs[:, 0], pairs[:, 1]] = True
+    epoch.exchanged = True
+
+
+def _tally_held(rank: int) -> Any:
+    def tally(ballots: Mapping[int, Ballot]) -> Decision:
+        decision = all_agree(rank)(ballots)
+        if not decision.commit:
+            return decision
+        return Decision(True, rank, content={"held": {str(r): b.content["held"] for r, b in ballots.items()}})
+
+    return tally
+
+
+def _others(members: Members) -> list[int]:
+    return [rank for rank in members.members if rank != members.rank]
 
 
 def _refusal(vote: Vote) -> EplbError | None:

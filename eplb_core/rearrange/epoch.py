@@ -1,93 +1,95 @@
-"""One epoch of a communicator: its backend, built and registered, its landing memory, and its council of members."""
+"""One epoch of a communicator: its backend, built and registered, its landing memory, and the members once they met."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from eplb_core.backend import BackendContext, Buffers
-from eplb_core.control.plane import ControlPlane
+import numpy as np
+import torch
+
+from eplb_core.backend import BackendContext, Buffers, Cancelled
+from eplb_core.errors import EplbError
 from eplb_core.memory.landing import LandingMemory
-from eplb_core.rearrange.connect import Connection
 from eplb_core.rearrange.hooks import BackendHooks
-from eplb_core.rearrange.setup import Assembly
-from eplb_core.voting.members import Council, refuse
+from eplb_core.voting.diagnosis import Diagnosis
+from eplb_core.voting.members import Members
 
 if TYPE_CHECKING:
-    import torch
+    from eplb_core.control.plane import ControlPlane
+    from eplb_core.rearrange.setup import Setup
 
 
-class Session:
+class Epoch:
     """A backend, built and registered for one epoch, and the talk with its members.
+
+    Building one is local: ranks may build theirs minutes apart, and meet afterwards.
 
     Parameters
     ----------
-    assembly : Assembly
+    setup : Setup
         What it is made of.
     control : ControlPlane
         The store, and this rank.
-    epoch : int
-        Its number.
     members : sequence of int
-        Ranks that take part, ascending.
+        Ranks that are to take part, ascending.
     device_group : ProcessGroup or None
         The host's, for backends that use one.
     host_landing : list of list of torch.Tensor or None
         The host's own landing rows.
+    leaving : callable
+        Says why this rank gives up what it is doing, if another thread closes the communicator.
+
+    Attributes
+    ----------
+    members : Members or None
+        Who met; None before.
+    watch : Diagnosis or None
+        This rank's watch over them.
+    nodes : tuple of int or None
+        Host number of every rank, when the members are on more than one host.
+    linked : ndarray of bool, [world_size, world_size]
+        Pairs (low, high) whose backends are connected.
+    exchanged : bool
+        Has ``exchange_metadata`` been called?
+    connects : int
+        Calls of ``connect`` in the generation at hand, the same on every member.
 
     Raises
     ------
     EplbError
-        The backend could not be built or refused the buffers; the members learn it at connect.
+        The backend could not be built or refused the buffers.
     """
 
     def __init__(
         self,
-        assembly: Assembly,
+        setup: Setup,
         control: ControlPlane,
-        epoch: int,
         members: Sequence[int],
         device_group: Any,
         host_landing: list[list[torch.Tensor]] | None,
+        leaving: Callable[[], EplbError | None],
     ) -> None:
-        self.assembly = assembly
+        self.setup = setup
         self.control = control
         self.rank = control.rank
-        self.epoch = epoch
-        self.timeout_s = float(assembly.config.timeout_s)
-        self._prefix = namespace(assembly.name, epoch)
-        self.council = Council(
-            control.client(self._prefix, self.timeout_s),
-            name=assembly.name,
-            rank=control.rank,
-            epoch=epoch,
-            members=members,
-            timeout_s=self.timeout_s,
-        )
-        try:
-            self._build(device_group, host_landing)
-        except Exception as error:
-            refuse(self.council.vote("records", "connect, phase records"), self.rank, error)
-            raise
-        self.connection = Connection(self)
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Ranks that take part, ascending."""
-        return self.council.members
-
-    def _build(self, device_group: Any, host_landing: list[list[torch.Tensor]] | None) -> None:
-        import torch
-
-        made = self.assembly
-        config, layout, cls = made.config, made.layout, made.backend_class
+        self.asked = tuple(members)
+        self.timeout_s = float(setup.config.timeout_s)
+        self.members: Members | None = None
+        self.watch: Diagnosis | None = None
+        self.nodes: tuple[int, ...] | None = None
+        self.linked = np.zeros((control.world_size, control.world_size), dtype=bool)
+        self.exchanged = False
+        self.connects = 0
+        self.leaving = leaving
+        cls, layout = setup.backend_class, setup.layout
         self.landing = LandingMemory(
             layout,
-            staging_layers=config.staging_layers,
+            staging_layers=setup.config.staging_layers,
             landing_layout=cls.landing_layout,
             landing_device=layout.device if cls.landing_device == "weights" else torch.device("cpu"),
-            num_peers=len(self.members) - 1,
-            allocator=made.allocator,
+            num_peers=len(self.asked) - 1,
+            allocator=setup.allocator,
             host_landing=host_landing,
         )
         try:
@@ -97,38 +99,62 @@ class Session:
             raise
 
     def _build_backend(self, device_group: Any, host_landing: list[list[torch.Tensor]] | None) -> None:
-        import torch.distributed as dist
-
-        made = self.assembly
-        config, layout, cls = made.config, made.layout, made.backend_class
-        context = BackendContext(
+        setup = self.setup
+        config, layout = setup.config, setup.layout
+        self.context = BackendContext(
             rank=self.rank,
             world_size=self.control.world_size,
-            members=self.members,
-            epoch=self.epoch,
-            name=made.name,
-            store=dist.PrefixStore(f"{self._prefix}/backend", self.control.connection()),
+            members=self.asked,
+            epoch=0,
+            name=setup.name,
+            store=None,
             device=layout.device,
-            stream=made.streams.side,
+            stream=setup.streams.side,
             device_group=device_group,
-            staging=made.allocator,
+            staging=setup.allocator,
             staging_layers=config.staging_layers,
             timeout_s=self.timeout_s,
             host=self.control.host,
-            cancelled=self.council.cancelled,
+            cancelled=self.cancelled,
             max_ops_per_batch=config.max_ops_per_batch,
         )
-        self.backend: Any = cls(made.options, context)
-        self.hooks = BackendHooks(made.info.name, self.backend, made.observers)
-        if getattr(self.backend, "needs_progress", True):
-            self.council.pump = self.backend.progress
-        buffers = Buffers(
+        self.backend: Any = setup.backend_class(setup.options, self.context)
+        self.hooks = BackendHooks(setup.info.name, self.backend, setup.observers)
+        self.buffers = Buffers(
             rows=layout.rows,
             landing=self.landing.slots,
             landing_rows=host_landing,
             send_nbytes=max(geometry.nbytes_rows for geometry in layout.geometries),
         )
-        self.local = self.hooks.register_buffers(buffers)
+        self.local = self.hooks.register_buffers(self.buffers)
+
+    # --- once they have met ------------------------------------------------------------------------------------------
+
+    def met(self, members: Members, store: Any) -> None:
+        """The members have met: the epoch has a number, and the backend a namespace in the store."""
+        self.members = members
+        self.watch = Diagnosis(members, self.leaving)
+        if getattr(self.backend, "needs_progress", True):
+            members.pump = self.backend.progress
+        self.context.begin(members.epoch, store)
+
+    @property
+    def entered(self) -> tuple[Members, Diagnosis]:
+        """The members and the watch over them, once they have met."""
+        if self.members is None or self.watch is None:
+            raise RuntimeError("the members have not met")
+        return self.members, self.watch
+
+    @property
+    def number(self) -> int:
+        """Of the epoch; 0 before the members have met."""
+        return self.members.epoch if self.members is not None else 0
+
+    def cancelled(self) -> Cancelled | None:
+        """Tell a backend's loop why it should give up, if so."""
+        return self.watch.cancelled() if self.watch is not None else None
+
+    # --- the backend -------------------------------------------------------------------------------------------------
 
     @property
     def coalesce_nbytes(self) -> int:
@@ -145,11 +171,14 @@ class Session:
         connected = getattr(self.backend, "connected", None)
         return True if connected is None else bool(connected())
 
-    def close_backend(self, *, force: bool) -> bool:
-        """Close the backend; True when landing memory is certainly not written any more."""
-        return self.backend.close(force) is True
+    def close_backend(self, *, force: bool, undrained: bool) -> bool:
+        """Close the backend; True when landing and live memory are certainly not touched any more."""
+        answer = self.backend.close(force)
+        return answer is True or (answer is not False and not undrained)
 
-
-def namespace(name: str, epoch: int) -> str:
-    """Return the store namespace of one epoch of a communicator; never used twice."""
-    return f"eplb/{name}/{epoch}"
+    def let_go(self) -> None:
+        """Drop every reference to the memory, so that it is free when the host drops its tensors."""
+        self.hooks.close()
+        self.landing.let_go()
+        self.buffers.rows.clear()
+        self.buffers.landing.clear()

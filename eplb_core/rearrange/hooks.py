@@ -43,7 +43,7 @@ class BackendHooks:
 
     def __init__(self, backend_name: str, backend: object, observers: Sequence[object] = ()) -> None:
         self._backend_name = backend_name
-        manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager = manager = pluggy.PluginManager(hookspecs.PROJECT)
         manager.add_hookspecs(hookspecs.BackendSpec)
         try:
             manager.register(backend, name=backend_name)
@@ -123,6 +123,12 @@ class BackendHooks:
                 function(event)
             except Exception:
                 logger.exception("observer %r raised at %s of layer %s", name, event.kind, event.layer)
+
+    def close(self) -> None:
+        """Forget the backend and the observers; a manager refers to itself, and would keep them until a collection."""
+        for plugin in self._manager.get_plugins():
+            self._manager.unregister(plugin)
+        self._observers.clear()
 
     def _typed(self, hook: str, value: object, kind: type[T]) -> T:
         if value is None or not isinstance(value, kind):

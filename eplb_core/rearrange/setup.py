@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Assembly:
+class Setup:
     """What every epoch of a communicator is made of; fixed when it is built.
 
     Parameters
@@ -65,7 +65,7 @@ class Assembly:
         return self.info.label or self.info.name
 
 
-def assemble(
+def set_up(
     config: EPLBConfig,
     layout: Layout,
     *,
@@ -73,7 +73,7 @@ def assemble(
     options: Mapping[str, Any] | BaseModel | None,
     observers: Sequence[object],
     name: str,
-) -> Assembly:
+) -> Setup:
     """Choose the backend, check its options, load its class, probe it, and build the staging allocator.
 
     Parameters
@@ -85,7 +85,7 @@ def assemble(
 
     Returns
     -------
-    Assembly
+    Setup
 
     Raises
     ------
@@ -114,7 +114,7 @@ def assemble(
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise DiscoveryError("EPLB-D004", backend=info.name, reason=reason, detail=info.install_hint) from error
-    return Assembly(
+    return Setup(
         name=name,
         config=config,
         info=info,

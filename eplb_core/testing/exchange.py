@@ -78,14 +78,14 @@ class Exchange:
         self.model.fill(self.maps[0])
         self.comm = communicator(stage, subject, self.model.weights, **given)
         self.comm.connect()
-        self.session = self.comm._session
+        self.session = self.comm._lives.epoch
         self.backend = self.session.backend
         self.hooks = self.session.hooks
         self._sequence = 0
 
     def plan(self, layer: int = 0, *, slot: int = 0, generation: int = 1, old: int = 0, new: int = 1) -> TransferPlan:
         """Plan one layer's share of the move from one of `maps` to another."""
-        session, made = self.session, self.session.assembly
+        session, made = self.session, self.session.setup
         world, layers, rows = self.stage.world_size, made.layout.num_layers, self.model.num_rows
         before, after = check_maps(
             self.maps[old], self.maps[new], num_layers=layers, world_size=world, num_local_physical_experts=rows

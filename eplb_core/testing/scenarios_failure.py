@@ -249,7 +249,6 @@ def joins_late(stage: Stage, subject: Subject) -> None:
     alone[:, late * 4 :] = -1
     if stage.rank == late:
         stage.hear("the others are at work", 30.0)
-        control.start_epochs_at("default", 1)
         model.fill(maps[0])
         comm = communicator(stage, subject, model.weights, control=control, device_group=group)
     else:
@@ -264,6 +263,7 @@ def joins_late(stage: Stage, subject: Subject) -> None:
     with expecting("a rank came later, and what all then did together raised"):
         comm.rebuild(20, ranks=range(world), device_group=group)
         model.fill(maps[0])
+        comm.reloaded(maps[0])
         stage.meet()
         comm.rearrange(maps[0], maps[1])
         comm.rearrange(maps[1], maps[2])

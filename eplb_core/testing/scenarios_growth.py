@@ -90,7 +90,7 @@ def takes_memory(stage: Stage, subject: Subject, num_layers: int, row_nbytes: in
         stage.meet()
         gc.collect()
         after = _pss_kib() + _files_kib() // stage.world_size
-        landing = comm._session.landing.nbytes
+        landing = comm._lives.epoch.landing.nbytes
         stage.meet()
     return {"layer": 4 * row_nbytes, "landing": landing, "grown": (after - before) << 10}
 
@@ -107,8 +107,8 @@ def describes_itself(stage: Stage, subject: Subject) -> dict[str, Any]:
     """Register the weights of a large model; return what travels as metadata."""
     weights = [[torch.zeros(32, 2 + tensor, dtype=torch.uint8) for tensor in range(6)] for _ in range(61)]
     comm = communicator(stage, subject, [[t.to(subject.device_type) for t in layer] for layer in weights])
-    payload = comm._session.local.payload
-    shared = dict(comm._session.backend.shared_options)
+    payload = comm._lives.epoch.local.payload
+    shared = dict(comm._lives.epoch.backend.shared_options)
     comm.close(force=True)
     return {"nbytes": len(payload), "pickle": is_pickle(payload), "shared": shared}
 

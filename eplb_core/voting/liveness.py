@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from eplb_core.control.attempt import Attempt
+from eplb_core.control.listen import Ports, listen
+from eplb_core.control.sockets import written
 from eplb_core.errors import EplbError, MetadataError, error_for
-from eplb_core.wire.envelope import seal, unseal
+from eplb_core.wire.envelope import MessageScope
 
 _GOODBYE = b"B"
 _HELLO_NBYTES = 4096
+_HEAD_START_S = 1.0
+"""Who cannot reach its neighbour says so this much before that neighbour only says that nobody came."""
+
+
+_RINGS: weakref.WeakSet[Ring] = weakref.WeakSet()
 
 
 class Ring:
@@ -29,10 +39,21 @@ class Ring:
         What the greeting is bound to.
     members : sequence of int
         The ring, ascending.
+    ports : (int, int) or None
+        Lowest and highest port to listen on, until the left neighbour has come; None lets the system choose.
+
+    Raises
+    ------
+    ConfigError
+        This rank cannot listen there (EPLB-C009).
     """
 
-    def __init__(self, host: str, *, name: str, rank: int, epoch: int, members: Sequence[int]) -> None:
-        self._name, self._rank, self._epoch = name, rank, epoch
+    def __init__(
+        self, host: str, *, name: str, rank: int, epoch: int, members: Sequence[int], ports: Ports | None = None
+    ) -> None:
+        self._host = host
+        self._scope = MessageScope(name, rank, epoch, 0)
+        self._rank = rank
         place = list(members).index(rank)
         self.right = members[(place + 1) % len(members)]
         self.left = members[place - 1]
@@ -41,7 +62,8 @@ class Ring:
         self._poll = select.poll()
         self._left_politely: set[int] = set()
         self._dead: list[int] = []
-        self._listener = None if self._alone else socket.create_server((host, 0), family=_family(host), backlog=8)
+        _RINGS.add(self)
+        self._listener = None if self._alone else listen(host, ports, backlog=8)
 
     @property
     def port(self) -> int:
@@ -64,15 +86,15 @@ class Ring:
 
         Raises
         ------
+        TransferError
+            The right neighbour cannot be reached (EPLB-T014).
         StalledError
-            A neighbour did not connect in time.
+            The left one did not connect in time.
         """
         if self._listener is None:
             return
         until = time.monotonic() + timeout_s
-        outgoing = socket.create_connection(address_of_right, timeout=max(0.05, timeout_s))
-        outgoing.sendall(self._greeting())
-        self._watch(self.right, outgoing)
+        self._watch(self.right, self._reach(address_of_right, timeout_s, give_up))
         self._listener.settimeout(0.1)
         while True:
             try:
@@ -86,7 +108,11 @@ class Ring:
                 raise error
             if time.monotonic() >= until:
                 raise error_for(
-                    "EPLB-T002", seconds=timeout_s, where="connect, liveness ring", waiting_for=f"rank {self.left}"
+                    "EPLB-T002",
+                    seconds=timeout_s,
+                    where="connect, liveness ring",
+                    waiting_for=f"rank {self.left}",
+                    detail=f"It should have connected to rank {self._rank} at {written((self._host, self.port))}.",
                 )
         self._listener.close()
         self._listener = None
@@ -134,8 +160,50 @@ class Ring:
             self._listener.close()
             self._listener = None
 
+    def drop(self) -> None:
+        """Close this process's descriptors of the connections; the connections themselves stay the parent's."""
+        for _, connection in self._sockets.values():
+            connection.close()
+        self._sockets.clear()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _reach(
+        self, address: tuple[str, int], timeout_s: float, give_up: Callable[[], EplbError | None]
+    ) -> socket.socket:
+        """Connect to the right neighbour and greet it."""
+        limit_s = max(0.05, timeout_s - min(_HEAD_START_S, timeout_s / 4))
+        until = time.monotonic() + limit_s
+        # In a thread, for looking up a name has no limit, and so that a refusal of another rank is heard meanwhile.
+        attempt = Attempt(
+            lambda: socket.create_connection(address, timeout=limit_s),
+            f"connects to rank {self.right}",
+            discard=socket.socket.close,
+        )
+        try:
+            while not attempt.wait(0.1):
+                error = give_up()
+                if error is not None:
+                    raise error
+                if time.monotonic() >= until:
+                    raise TimeoutError
+            connection = attempt.result()
+            connection.sendall(self._greeting())
+        except OSError as error:
+            attempt.let_go()
+            reason = error.strerror or str(error)
+            if isinstance(error, TimeoutError):
+                reason = f"no answer within {limit_s:.1f} s"
+            at = written(address)
+            raise error_for("EPLB-T014", rank=self._rank, peer=self.right, at=at, reason=reason) from error
+        except BaseException:
+            attempt.let_go()
+            raise
+        return connection
+
     def _greeting(self) -> bytes:
-        body = seal("ring", b"", name=self._name, rank=self._rank, epoch=self._epoch, generation=0)
+        body = self._scope.seal("ring", b"")
         return len(body).to_bytes(2, "big") + body
 
     def _greets(self, connection: socket.socket) -> bool:
@@ -144,9 +212,7 @@ class Ring:
         try:
             size = int.from_bytes(_read(connection, 2), "big")
             greeting = _read(connection, min(size, _HELLO_NBYTES))
-            unseal(
-                greeting, "ring", name=self._name, rank=self.left, epoch=self._epoch, generation=0, limit=_HELLO_NBYTES
-            )
+            self._scope.of(rank=self.left).unseal(greeting, "ring", _HELLO_NBYTES)
         except (OSError, MetadataError):
             connection.close()
             return False
@@ -159,6 +225,15 @@ class Ring:
         self._poll.register(connection.fileno(), select.POLLIN)
 
 
+def _close_in_a_forked_child() -> None:
+    """Close a child's copies: while one is open, the neighbours do not see that the parent is gone."""
+    for ring in list(_RINGS):
+        ring.drop()
+
+
+os.register_at_fork(after_in_child=_close_in_a_forked_child)
+
+
 def _read(connection: socket.socket, nbytes: int) -> bytes:
     data = b""
     while len(data) < nbytes:
@@ -167,7 +242,3 @@ def _read(connection: socket.socket, nbytes: int) -> bytes:
             raise OSError("closed")
         data += part
     return data
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from eplb_core.backend.toolkit import Deadline
 from eplb_core.control.store import StoreClient
-from eplb_core.errors import EplbError, MetadataError
+from eplb_core.errors import EplbError, MetadataError, error_for
+from eplb_core.voting.operations import Count, Get, Pause, Put, PutFirst, Refusal, Steps, perform
 from eplb_core.wire.ballots import Ballot, Decision, decode_ballot, decode_decision, encode_ballot, encode_decision
-from eplb_core.wire.envelope import seal, unseal
+from eplb_core.wire.envelope import MessageScope
 
-_MAX_MESSAGE_NBYTES = 1 << 20
+MAX_MESSAGE_NBYTES = 1 << 20
+
+Tally = Callable[[Mapping[int, Ballot]], Decision]
 
 
 class Vote:
@@ -21,17 +21,24 @@ class Vote:
     Parameters
     ----------
     client : StoreClient
-        In the namespace of the epoch.
-    name, rank, epoch : str, int, int
-        What the messages are bound to.
+        Where its keys are.
+    scope : MessageScope
+        What the messages are bound to; its rank is this one.
     members : sequence of int
         Who votes.
-    generation : int
-        Rearrangement; 0 for connect.
+    namespace : str
+        Of the epoch: no other life of any member uses it.
     topic : str
-        What is voted on: "records", "agree", "link", a layer's number, "drain" ...
+        What is voted on: "meet", "agree", "link", a layer's number ...
     where : str
-        The same for texts: "layer 5".
+        The same for texts: "layer 5, phase vote".
+
+    Attributes
+    ----------
+    decision : Decision or None
+        What stands, once it is known here.
+    balloted : bool
+        Did this rank cast its ballot?
 
     Notes
     -----
@@ -39,27 +46,24 @@ class Vote:
     every ballot set. Its caster reads all ballots and puts commit, when all are there and all say so; a rank that
     fails or whose limit ran out puts abort. Both put with the same compare-and-set on one key that is never changed
     afterwards, so whoever comes first decides for all, and ranks that die between two messages split nothing.
+
+    A commit needs this rank's ballot. One that stands without it is another life's, and is never obeyed.
     """
 
     def __init__(
         self,
         client: StoreClient,
+        scope: MessageScope,
         *,
-        name: str,
-        rank: int,
-        epoch: int,
         members: Sequence[int],
-        generation: int,
+        namespace: str,
         topic: str,
         where: str,
     ) -> None:
         self._client = client
-        self._name = name
-        self._rank = rank
-        self._epoch = epoch
+        self._scope = scope
         self._members = tuple(members)
-        self._generation = generation
-        self._prefix = f"{generation}/{topic}"
+        self._prefix = f"{namespace}/{scope.generation}/{topic}"
         self.where = where
         self.decision: Decision | None = None
         self.balloted = False
@@ -69,7 +73,9 @@ class Vote:
         """The key that holds the outcome."""
         return f"{self._prefix}/decision"
 
-    def cast(self, ballot: Ballot, tally: Callable[[Mapping[int, Ballot]], Decision]) -> None:
+    # --- for this thread ---------------------------------------------------------------------------------------------
+
+    def cast(self, ballot: Ballot, tally: Tally) -> None:
         """Set this rank's ballot and count it; the last one decides.
 
         Parameters
@@ -79,43 +85,29 @@ class Vote:
         tally : callable
             From all ballots to the decision; called on the last caster only.
         """
-        self._client.set(self._ballot_key(self._rank), self._seal("ballot", encode_ballot(ballot)))
-        self.balloted = True
-        self._client.shared.add(self.decision_key)  # whoever writes it
-        if self._client.add(f"{self._prefix}/count") == len(self._members):
-            ballots = self.ballots()
-            missing = [rank for rank in self._members if rank not in ballots]
-            if missing:  # cannot be while the store keeps its word; never commit on less than all ballots
-                error: EplbError = MetadataError("EPLB-M005", peer=missing[0], problem="its ballot is missing")
-                decision = Decision(False, self._rank, error)
-            else:
-                decision = tally(ballots)
-            self._put(decision)
+        perform(self.casting(ballot, tally), self._client)
 
-    def abort(self, error: EplbError, *, fatal: bool = False, content: Mapping[str, Any] | None = None) -> Decision:
-        """Put abort unless a decision stands; return what stands."""
-        return self._put(Decision(False, self._rank, error, fatal, content or {}))
+    def abort(self, error: EplbError, *, fatal: bool = False, content: Mapping[str, object] | None = None) -> Decision:
+        """Put abort unless a decision stands; return what stands: an abort, or a commit with this rank's ballot.
+
+        Raises
+        ------
+        TransferError
+            A commit stands in which this rank has no ballot (EPLB-T016).
+        """
+        return perform(self.aborting(error, fatal=fatal, content=content), self._client)
 
     def poll(self) -> Decision | None:
-        """Return the decision if it is known."""
-        if self.decision is None:
-            value = self._client.read(self.decision_key)
-            if value is not None:
-                self.decision = self._open_decision(value)
-        return self.decision
+        """Return the decision if it is known; raises as `abort` does."""
+        return perform(self.polling(), self._client)
+
+    def wait(self, pause: Callable[[], Refusal | None]) -> Decision:
+        """Wait for the decision; `pause` waits a little each time, and says why to put an abort, if so."""
+        return perform(self.awaiting(), self._client, pause)
 
     def ballots(self) -> dict[int, Ballot]:
         """Read the ballots that are there, by rank; a damaged one is an abort with that reason."""
-        missing = self.missing()
-        present = [rank for rank in self._members if rank not in missing]
-        values = self._client.read_many([self._ballot_key(rank) for rank in present]) if present else []
-        found = {}
-        for rank, value in zip(present, values, strict=True):
-            try:
-                found[rank] = decode_ballot(self._unseal(value, "ballot", rank))
-            except MetadataError as error:
-                found[rank] = Ballot(False, error)
-        return found
+        return perform(self._reading(), self._client)
 
     def missing(self) -> list[int]:
         """Return the members whose ballot is not there."""
@@ -123,98 +115,85 @@ class Vote:
             return []
         return [rank for rank in self._members if not self._client.exists(self._ballot_key(rank))]
 
+    # --- the protocol ------------------------------------------------------------------------------------------------
+
+    def casting(self, ballot: Ballot, tally: Tally) -> Steps[None]:
+        """Steps of `cast`."""
+        sealed = self._scope.seal("ballot", encode_ballot(ballot))
+        self.balloted = True  # before the store has it: one that loses the store here is in doubt
+        yield Put(self._ballot_key(self._scope.rank), sealed)
+        count = yield Count(f"{self._prefix}/count")
+        if count < len(self._members):
+            return
+        ballots = yield from self._reading()
+        missing = [rank for rank in self._members if rank not in ballots]
+        if missing:  # cannot be while the store keeps its word; never commit on less than all ballots
+            error: EplbError = MetadataError("EPLB-M005", peer=missing[0], problem="its ballot is missing")
+            decision = Decision(False, self._scope.rank, error)
+        else:
+            decision = tally(ballots)
+        yield from self._putting(decision)
+
+    def aborting(
+        self, error: EplbError, *, fatal: bool = False, content: Mapping[str, object] | None = None
+    ) -> Steps[Decision]:
+        """Steps of `abort`."""
+        return (yield from self._putting(Decision(False, self._scope.rank, error, fatal, content or {})))
+
+    def polling(self) -> Steps[Decision | None]:
+        """Steps of `poll`."""
+        if self.decision is None:
+            (value,) = yield Get((self.decision_key,))
+            if value is not None:
+                self._obey(value)
+        return self.decision
+
+    def awaiting(self) -> Steps[Decision]:
+        """Steps of `wait`."""
+        while True:
+            decision = yield from self.polling()
+            if decision is not None:
+                return decision
+            refusal: Refusal | None = yield Pause()
+            if refusal is not None:
+                return (yield from self.aborting(refusal.error, fatal=refusal.fatal))
+
+    def _reading(self) -> Steps[dict[int, Ballot]]:
+        values = yield Get(tuple(self._ballot_key(rank) for rank in self._members))
+        found = {}
+        for rank, value in zip(self._members, values, strict=True):
+            if value is None:
+                continue
+            try:
+                found[rank] = decode_ballot(self._scope.of(rank=rank).unseal(value, "ballot", MAX_MESSAGE_NBYTES))
+            except MetadataError as error:
+                found[rank] = Ballot(False, error)
+        return found
+
+    def _putting(self, decision: Decision) -> Steps[Decision]:
+        # Any member may write it, and its body says which did; the envelope is bound to rank 0.
+        value = self._scope.of(rank=0).seal("decision", encode_decision(decision))
+        stands = yield PutFirst(self.decision_key, value)
+        return self._obey(stands)
+
+    def _obey(self, value: bytes) -> Decision:
+        decision = decode_decision(self._scope.of(rank=0).unseal(value, "decision", MAX_MESSAGE_NBYTES))
+        if decision.commit and not self.balloted:
+            raise error_for("EPLB-T016", rank=self._scope.rank, where=self.where)
+        self.decision = decision
+        return decision
+
+    # --- keys --------------------------------------------------------------------------------------------------------
+
     @property
     def own_keys(self) -> list[str]:
         """Keys that this rank alone writes, to be deleted by it once nobody reads them."""
-        return [self._ballot_key(self._rank)]
+        return [self._ballot_key(self._scope.rank)]
 
     @property
     def shared_keys(self) -> list[str]:
         """Keys that every member may write, to be deleted by one of them."""
         return [f"{self._prefix}/count", self.decision_key]
 
-    def _put(self, decision: Decision) -> Decision:
-        # The writer's rank is in the envelope's place of the rank, so the reader learns it from the body; bind to 0.
-        value = seal(
-            "decision",
-            encode_decision(decision),
-            name=self._name,
-            rank=0,
-            epoch=self._epoch,
-            generation=self._generation,
-        )
-        self.decision = self._open_decision(self._client.put_first(self.decision_key, value))
-        return self.decision
-
-    def _open_decision(self, value: bytes) -> Decision:
-        return decode_decision(self._unseal(value, "decision", 0))
-
     def _ballot_key(self, rank: int) -> str:
         return f"{self._prefix}/ballot/{rank}"
-
-    def _seal(self, kind: str, body: bytes) -> bytes:
-        return seal(kind, body, name=self._name, rank=self._rank, epoch=self._epoch, generation=self._generation)
-
-    def _unseal(self, value: bytes, kind: str, rank: int) -> bytes:
-        return unseal(
-            value,
-            kind,
-            name=self._name,
-            rank=rank,
-            epoch=self._epoch,
-            generation=self._generation,
-            limit=_MAX_MESSAGE_NBYTES,
-        )
-
-
-def await_decision(
-    vote: Vote,
-    deadline: Deadline,
-    *,
-    pump: Callable[[], None] | None,
-    look: Callable[[Vote], Decision | None],
-    half_way: Callable[[Vote, float], None],
-    on_timeout: Callable[[Vote, float], Decision],
-) -> Decision:
-    """Wait until a vote is decided.
-
-    Parameters
-    ----------
-    vote : Vote
-        Balloted by this rank.
-    deadline : Deadline
-        When `on_timeout` is asked for the decision.
-    pump : callable or None
-        The backend's ``progress``, if it needs it.
-    look : callable
-        Looks at liveness; may decide by putting an abort.
-    half_way : callable
-        Called once when half the limit is over, with the seconds waited.
-    on_timeout : callable
-        Puts the abort of a wait that ran out, and returns what stands.
-
-    Returns
-    -------
-    Decision
-
-    Notes
-    -----
-    Polls with back-off, for every backend: torch's store prints two warnings for each blocking wait that runs out, and
-    a wait cut into slices, which it must be to look at the neighbours, runs out all the time.
-    """
-    pause_s, warned = 20e-6, False
-    while True:
-        decision = vote.poll()
-        if decision is None:
-            decision = look(vote)
-        if decision is not None:
-            return decision
-        if deadline.over:
-            return on_timeout(vote, deadline.elapsed_s)
-        if not warned and deadline.left_s < deadline.timeout_s / 2:
-            warned = True
-            half_way(vote, deadline.elapsed_s)
-        if pump:
-            pump()
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, 1e-3)

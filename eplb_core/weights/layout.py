@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from eplb_core.arrays import IntArray, aligned
 from eplb_core.errors import MetadataError
-from eplb_core.weights.rows import Key, Refuse, TensorRecord, overlapping, spans_of, view_rows
+from eplb_core.weights.rows import Key, Refuse, TensorRecord, other_memory, overlapping, spans_of, view_rows
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class Layout:
     Parameters
     ----------
     weights : list of list of torch.Tensor
-        ``[num_layers][num_tensors]``, detached, sharing the host's memory.
+        ``[num_layers][num_tensors]``, the host's own, to see whether they still have the memory that was registered.
     rows : list of list of torch.Tensor
-        The same memory, uint8 ``[num_local_physical_experts, nbytes_per_expert]``, contiguous.
+        That memory, uint8 ``[num_local_physical_experts, nbytes_per_expert]``, contiguous.
     geometries : tuple of LayerGeometry
         ``[num_layers]``; equal ones are one object.
     keys : tuple of (int, str)
@@ -114,10 +114,33 @@ class Layout:
     num_layers: int
     num_local_physical_experts: int
     shared: LayoutRecord
+    _row_views: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict, repr=False)
+
+    def row_views(self, layer: int) -> list[list[torch.Tensor]]:
+        """Return the live rows of a layer, ``[num_tensors][num_local_physical_experts]``, made once."""
+        views = self._row_views.get(layer)
+        if views is None:
+            views = self._row_views[layer] = [list(tensor.unbind(0)) for tensor in self.rows[layer]]
+        return views
 
     def record(self) -> LayoutRecord:
         """Return what must be equal on every rank."""
         return self.shared
+
+    def first_replaced(self) -> tuple[int, str, str] | None:
+        """Return the layer and name of the first tensor that has other memory by now, and how that shows."""
+        for layer, (tensors, views) in enumerate(zip(self.weights, self.rows, strict=True)):
+            for name, tensor, view in zip(self.shared.names[layer], tensors, views, strict=True):
+                problem = other_memory(tensor, view)
+                if problem is not None:
+                    return layer, name, problem
+        return None
+
+    def let_go(self) -> None:
+        """Drop the memory; nothing can be moved any more."""
+        for layer in (*self.weights, *self.rows):
+            layer.clear()
+        self._row_views.clear()
 
 
 def build_layout(
@@ -166,7 +189,7 @@ def build_layout(
             if len(view) != len(first):
                 other = f"it holds {len(view)} experts, {_key(0, names[0][0])} {len(first)}"
                 raise _unregistrable(_key(layer, name), other)
-            held[-1].append(tensor.detach())
+            held[-1].append(tensor)
             rows[-1].append(view)
             records[-1].append(record)
     _mark_aliases(rows, records, names)

@@ -103,6 +103,22 @@ def view_rows(tensor: Any, key: str, refuse: Refuse) -> tuple[TensorRecord, torc
     return TensorRecord(str(tensor.dtype).removeprefix("torch."), tuple(shape), stride, nbytes), view
 
 
+def other_memory(tensor: torch.Tensor, view: torch.Tensor) -> str | None:
+    """Say how a tensor's memory differs from the view that `view_rows` made of it, if it does."""
+    if not view.numel():
+        return None
+    try:
+        address, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    except RuntimeError as error:  # swapped for a tensor of another kind
+        return f"it has no address any more ({error})"
+    end = tensor.storage_offset() * tensor.element_size() + view.numel()
+    if address == 0 or held < end:
+        return f"its storage has {held} bytes where {end} are needed"
+    if address != view.data_ptr():
+        return f"it is at {address:#x}, and {view.data_ptr():#x} was registered"
+    return None
+
+
 def spans_of(view: torch.Tensor, layer: int, number: int) -> list[Span]:
     """Return the memory of a view of `view_rows`: one span, or none when its rows have no bytes."""
     start, nbytes = view.data_ptr(), view.numel()

@@ -11,6 +11,8 @@ from typing import Any
 from eplb_core.errors import EplbError, MetadataError, error_for
 
 MAX_EVIDENCE_NBYTES = 64 << 10
+MAX_TEXT_NCHARS = 4 << 10
+"""Of each text of an error that travels."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,12 @@ class Decision:
 
 
 def encode_error(error: EplbError) -> dict[str, Any]:
-    """Return an error as JSON-able data: code, values, fields and detail."""
+    """Return an error as JSON-able data: code, values, fields and detail, each text cut to `MAX_TEXT_NCHARS`."""
     return {
         "code": error.code,
         "values": [_plain(value) for value in error.values],
         "fields": {key: _plain(value) for key, value in error.fields.items()},
-        "detail": error.detail,
+        "detail": _cut(error.detail),
     }
 
 
@@ -79,7 +81,13 @@ def decode_error(data: Mapping[str, Any]) -> EplbError:
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
+    return value if isinstance(value, (int, float, bool)) or value is None else _cut(str(value))
+
+
+def _cut(text: str) -> str:
+    # A library's text may be of any length; it must not keep the reason for an abort from travelling.
+    left_out = len(text) - MAX_TEXT_NCHARS
+    return text if left_out <= 0 else f"{text[:MAX_TEXT_NCHARS]} ... ({left_out} characters more)"
 
 
 def encode_ballot(ballot: Ballot) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from eplb_core.errors import MetadataError
@@ -15,69 +16,90 @@ FORMAT_VERSION = 1
 _HEADER = struct.Struct("<4sB15s16siqqI")  # magic, version, kind, communicator, rank, epoch, generation, body length
 _CHECKSUM_NBYTES = 16
 OVERHEAD_NBYTES = _HEADER.size + _CHECKSUM_NBYTES
-"""Bytes that `seal` adds to a body."""
+"""Bytes that `MessageScope.seal` adds to a body."""
 
 
-def seal(kind: str, body: bytes, *, name: str, rank: int, epoch: int, generation: int) -> bytes:
-    """Wrap a body so that only the `unseal` that expects exactly this message accepts it.
+@dataclass(frozen=True)
+class MessageScope:
+    """What a message is bound to; only the same scope opens it again.
 
     Parameters
     ----------
-    kind : str
-        What the body is, 1 to 15 printable ASCII characters.
-    body : bytes
-        At most 4 GiB.
     name : str
-        Of the communicator.
+        Communicator.
     rank : int
-        Who writes.
+        Who writes; 0 for keys that anyone may write.
     epoch, generation : int
         Of which rearrangement.
-
-    Returns
-    -------
-    bytes
-        `OVERHEAD_NBYTES` more than the body.
-
-    Raises
-    ------
-    ValueError
-        A kind that does not fit.
     """
-    head = _HEADER.pack(MAGIC, FORMAT_VERSION, _kind_field(kind), _name_field(name), rank, epoch, generation, len(body))
-    return b"".join((head, _checksum(head, body), body))
+
+    name: str
+    rank: int
+    epoch: int
+    generation: int
+
+    def of(self, *, rank: int | None = None, generation: int | None = None) -> MessageScope:
+        """Return the scope of another rank or generation."""
+        return replace(
+            self,
+            rank=self.rank if rank is None else rank,
+            generation=self.generation if generation is None else generation,
+        )
+
+    def seal(self, kind: str, body: bytes) -> bytes:
+        """Wrap a body so that only the `unseal` that expects exactly this message accepts it.
+
+        Parameters
+        ----------
+        kind : str
+            What the body is, 1 to 15 printable ASCII characters.
+        body : bytes
+            At most 4 GiB.
+
+        Returns
+        -------
+        bytes
+            `OVERHEAD_NBYTES` more than the body.
+
+        Raises
+        ------
+        ValueError
+            A kind that does not fit.
+        """
+        bound = _name_field(self.name), self.rank, self.epoch, self.generation
+        head = _HEADER.pack(MAGIC, FORMAT_VERSION, _kind_field(kind), *bound, len(body))
+        return b"".join((head, _checksum(head, body), body))
+
+    def unseal(self, blob: bytes, kind: str, limit: int) -> bytes:
+        """Return the body of a sealed message, believing nothing of it before everything has been checked.
+
+        Parameters
+        ----------
+        blob : bytes
+            As it stands in the store.
+        kind : str
+            What it must be.
+        limit : int
+            Most bytes of body that are accepted.
+
+        Returns
+        -------
+        bytes
+            The body.
+
+        Raises
+        ------
+        MetadataError
+            EPLB-M005: another magic, version, kind or scope; a body beyond `limit`; truncated, with bytes to spare, or
+            damaged.
+        """
+        problem = _problem(blob, kind, self, limit)
+        if problem:
+            raise MetadataError("EPLB-M005", peer=self.rank, problem=problem)
+        return blob[OVERHEAD_NBYTES:]
 
 
-def unseal(blob: bytes, kind: str, *, name: str, rank: int, epoch: int, generation: int, limit: int) -> bytes:
-    """Return the body of a sealed message, believing nothing of it before everything has been checked.
-
-    Parameters
-    ----------
-    blob : bytes
-        As it stands in the store.
-    kind, name, rank, epoch, generation
-        What it must be; see `seal`.
-    limit : int
-        Most bytes of body that are accepted.
-
-    Returns
-    -------
-    bytes
-        The body.
-
-    Raises
-    ------
-    MetadataError
-        EPLB-M005: another magic, version, kind, communicator, rank, epoch or generation; a body beyond `limit`;
-        truncated, with bytes to spare, or damaged.
-    """
-    problem = _problem(blob, kind, name, rank, epoch, generation, limit)
-    if problem:
-        raise MetadataError("EPLB-M005", peer=rank, problem=problem)
-    return blob[OVERHEAD_NBYTES:]
-
-
-def _problem(blob: bytes, kind: str, name: str, rank: int, epoch: int, generation: int, limit: int) -> str | None:
+def _problem(blob: bytes, kind: str, scope: MessageScope, limit: int) -> str | None:
     if len(blob) < OVERHEAD_NBYTES:
         return f"it is truncated, {len(blob)} bytes where the envelope alone takes {OVERHEAD_NBYTES}"
     magic, version, its_kind, its_name, its_rank, its_epoch, its_generation, nbytes = _HEADER.unpack_from(blob)
@@ -96,16 +118,15 @@ def _problem(blob: bytes, kind: str, name: str, rank: int, epoch: int, generatio
         return "its checksum does not match, so it was damaged on the way"
     if its_kind != _kind_field(kind):
         return f"it is a {its_kind.rstrip(bytes(1)).decode('ascii', 'replace')!r} where a {kind!r} was expected"
-    if its_name != _name_field(name):
-        return f"it belongs to a communicator of another name than {name!r}"
-    if its_rank != rank:
+    if its_name != _name_field(scope.name):
+        return f"it belongs to a communicator of another name than {scope.name!r}"
+    if its_rank != scope.rank:
         return f"it was written by rank {its_rank}"
-    if its_epoch != epoch:
-        return f"it is {_age(its_epoch, epoch)}, of epoch {its_epoch} where {epoch} was expected"
-    if its_generation != generation:
-        return (
-            f"it is {_age(its_generation, generation)}, of generation {its_generation} where {generation} was expected"
-        )
+    if its_epoch != scope.epoch:
+        return f"it is {_age(its_epoch, scope.epoch)}, of epoch {its_epoch} where {scope.epoch} was expected"
+    if its_generation != scope.generation:
+        age = _age(its_generation, scope.generation)
+        return f"it is {age}, of generation {its_generation} where {scope.generation} was expected"
     return None
 
 

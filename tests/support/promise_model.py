@@ -377,10 +377,9 @@ class Model:
         if operation.verb != "pause":
             if vote.phase not in ("look", "look_ready", "look_decision") or self.finds_something(vote, stored):
                 yield text, number, self.vote_executes, (operation,)
-        elif operation.topic == "next transfer" and not (
-            self.rules.landing_waits_for_device and rank.engine is FORWARD
-        ):
-            yield text, number, self.vote_takes, (None,)  # of a rule that is out
+        elif operation.topic == "next transfer":  # of a rule that is out
+            busy = self.rules.landing_waits_for_device and rank.engine is FORWARD
+            yield from [] if busy else [(text, number, self.vote_takes, (None,))]
         if vote.phase.startswith(("look", "wait")) and (self.case.times_out or world.killed):
             yield f"worker: gives layer {vote.layer} up", number, self.vote_fails, ()
 

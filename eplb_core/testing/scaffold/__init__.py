@@ -63,6 +63,8 @@ def new_backend(name: str, folder: Path | None = None) -> tuple[Path, ...]:
         f"src/{package}/py.typed": "py.typed",
         f"src/{package}/hooks.py": "hooks.py",
         f"src/{package}/options.py": "options.py",
+        f"src/{package}/metadata.py": "metadata.py",
+        f"src/{package}/transfer.py": "transfer.py",
         f"src/{package}/backend.py": "backend.py",
         "tests/test_conformance.py": "test_conformance.py",
     }

@@ -14,7 +14,7 @@ import torch
 
 import eplb_core as eplb
 import eplb_vmread.backend
-from eplb_core.backend import Buffers, MoveColumns, PeerMetadata, TransferPlan
+from eplb_core.backend import Buffers, Cancelled, MoveColumns, PeerMetadata, TransferPlan
 from eplb_core.errors import EplbError, MetadataError, StalledError, TransferError
 from eplb_core.testing.faults import FaultInjector
 from eplb_core.testing.model import Model, shuffles
@@ -193,7 +193,7 @@ def test_a_wait_reads_each_row_into_its_place_and_counts_the_bytes():
 
 def test_a_wait_that_was_called_off_or_is_over_time_reads_nothing_more():
     for reason, limit_s, kind, said in (
-        ("rank 2 is gone", 5.0, TransferError, "rank 2 is gone"),
+        (Cancelled("rank 2 is gone", peer_lost=True), 5.0, TransferError, "rank 2 is gone"),
         (None, -1.0, StalledError, "waiting for the rows of rank 1"),
     ):
         backend, local, buffers = backend_of(reason)

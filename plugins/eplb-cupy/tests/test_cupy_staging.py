@@ -47,7 +47,7 @@ def moves(rank: Rank, device: str, backend: str = "torch_gloo", options=None, st
         for old, new in itertools.pairwise(maps):
             report = comm.rearrange(old, new)
             wrong += model.wrong_rows(new)
-        landing = [slot.untyped_storage().data_ptr() for slot in comm._session.landing.slots]
+        landing = [slot.untyped_storage().data_ptr() for slot in comm._lives.epoch.landing.slots]
         is_cupys = all(address in pinned_on_host.held for address in landing)
         allocator = comm._assembly.allocator
     del comm
@@ -114,7 +114,7 @@ def closes_while_its_commit_is_queued(rank: Rank):
     generation = comm.begin(old, new)
     for layer in generation.layers:
         generation.stage(layer)
-    landing = {slot.data_ptr(): len(slot) for slot in comm._session.landing.slots}
+    landing = {slot.data_ptr(): len(slot) for slot in comm._lives.epoch.landing.slots}
     fake_device.hold(stream)
     with fake_device.host_memory_not_kept():
         for layer in generation.layers:

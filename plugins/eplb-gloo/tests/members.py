@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb_core.backend import BackendContext, Buffers, PeerMetadata, TransferPlan
+from eplb_core.backend import BackendContext, Buffers, Cancelled, PeerMetadata, TransferPlan
 from eplb_core.memory.landing import LandingMemory
 from eplb_core.memory.staging import TorchStaging
 from eplb_core.plan import plan_moves
@@ -93,7 +93,7 @@ def content(expert: int, layer: int, tensor: int, nbytes: int) -> torch.Tensor:
 class Member:
     """One rank's backend, with all that the core would give it."""
 
-    def __init__(self, rank: Rank, case: Case, cancelled: Callable[[], str | None] = lambda: None) -> None:
+    def __init__(self, rank: Rank, case: Case, cancelled: Callable[[], Cancelled | None] = lambda: None) -> None:
         self.case = case
         self.rank = rank.rank
         self.old, new = case.maps()

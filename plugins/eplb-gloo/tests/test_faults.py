@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from eplb_core.backend import Cancelled
 from eplb_core.errors import EplbError, PlanError, PoisonedError, StalledError, TransferError
 from eplb_core.testing.ranks import Rank, Ranks, run_ranks
 
@@ -191,7 +192,7 @@ def test_a_wait_ends_when_the_layer_is_called_off_elsewhere_although_its_peers_a
 
 def _cancelled_while_waiting(rank: Rank) -> object:
     until = time.monotonic() + 3600
-    member = Member(rank, SWAP, lambda: "rank 7 aborted layer 0" if time.monotonic() > until else None)
+    member = Member(rank, SWAP, lambda: Cancelled("rank 7 aborted layer 0") if time.monotonic() > until else None)
     member.connect()
     if rank.rank == 1:
         member.meet("done")
@@ -216,7 +217,7 @@ def _asking_fails(rank: Rank) -> object:
 
     broken = False
 
-    def cancelled() -> str | None:
+    def cancelled() -> Cancelled | None:
         if broken:
             raise error_for("EPLB-T005", where="a test", problem="it is not there", layers="none")
         return None
@@ -260,7 +261,8 @@ def _connect_cancelled(rank: Rank) -> object:
     if rank.rank == 1:
         return None
     until = time.monotonic() + 0.5
-    member = Member(rank, Case(((64,),)), lambda: "rank 1 is gone" if time.monotonic() > until else None)
+    gone = Cancelled("rank 1 is gone", peer_lost=True)
+    member = Member(rank, Case(((64,),)), lambda: gone if time.monotonic() > until else None)
     local = member.backend.register_buffers(member.buffers)
     return seconds_of(member.backend.exchange_metadata, local, [])
 

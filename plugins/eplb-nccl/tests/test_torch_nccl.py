@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 import eplb_core as eplb
+from eplb_core.backend.toolkit import Deadline
 from eplb_core.errors import ConfigError, EplbError
 from eplb_core.hookspecs import hookimpl
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, run_ranks
 from eplb_nccl.backend import TorchNcclBackend
 from eplb_nccl.group import DeviceGroup, Operation
+from eplb_nccl.options import TorchNcclOptions
 
 for folder in (Path(__file__).parent, Path(__file__).parents[3] / "tests" / "support"):
     if str(folder) not in sys.path:
@@ -73,7 +75,7 @@ def test_declaring_it_imports_neither_torch_nor_the_backend():
 
 
 def test_the_probe_names_torch_and_its_nccl():
-    facts = TorchNcclBackend.probe(None)
+    facts = TorchNcclBackend.probe(TorchNcclOptions())
     assert facts["torch"] == torch.__version__
     assert facts["nccl"]
 
@@ -158,7 +160,7 @@ def over_a_registered_group(rank: Rank):
         model = Model(place, 4, LAYERS)
         model.fill(maps[0])
         with communicator(rank, model.weights, group, world_size=2, place=place) as comm:
-            assert comm._session.backend._group._registered
+            assert comm._lives.epoch.backend._group._registered
             comm.rearrange(maps[0], maps[1])
             comm.rearrange(maps[1], maps[2])
         wrong = model.wrong_rows(maps[2])
@@ -180,7 +182,7 @@ def in_batches(rank: Rank, migration_batching: bool):
     fields = {"max_ops_per_batch": 32, "enable_migration_batching": migration_batching}
     with communicator(rank, model.weights, rank.device_group(), fields=fields) as comm:
         comm.connect()
-        group, seen = comm._session.backend._group, []
+        group, seen = comm._lives.epoch.backend._group, []
         post = group.post
 
         def noted(operations, tag):
@@ -230,7 +232,7 @@ class Silent:
     @hookimpl(wrapper=True)
     def transfer(self, plan):
         if plan.generation == 2:
-            group = self.comm_of()._session.backend._group
+            group = self.comm_of()._lives.epoch.backend._group
             group.post = lambda operations, tag: []
         return (yield)
 
@@ -366,7 +368,7 @@ def whose_batch_is_empty(rank: Rank):
     nothing = link.post([], 7)  # torch's own batch_isend_irecv raises
     buffer = torch.full((8,), rank.rank, dtype=torch.uint8)
     posted = link.post([Operation(1 - rank.rank, 1 - rank.rank, rank.rank == 0, buffer)], 7)
-    failure = link.finish(posted, time.monotonic() + 10, lambda: None)
+    failure = link.finish(posted, Deadline(10), lambda: None)
     dist.barrier()
     dist.destroy_process_group()
     return nothing, failure, buffer.tolist()
@@ -385,7 +387,7 @@ def whose_work_fails(rank: Rank):
     while not posted[0].work.is_completed():
         time.sleep(0.001)
     link._error = iter([None, "REMOTE_ERROR"]).__next__  # torch notices a little later than the work ends
-    return tuple(link.finish(posted, time.monotonic() + 10, lambda: None))
+    return tuple(link.finish(posted, Deadline(10), lambda: None))
 
 
 def test_work_that_failed_is_not_taken_for_complete() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from eplb_core.backend import BackendContext, Buffers, PeerMetadata
+from eplb_core.backend import BackendContext, Buffers, Cancelled, PeerMetadata
 from eplb_core.memory.commit import commit_copies
 from eplb_core.memory.landing import LandingMemory
 from eplb_core.memory.staging import TorchStaging
@@ -52,7 +52,7 @@ class Rank:
         self.store = dist.PrefixStore(
             f"{self.run}/{name}/{epoch}", dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=STEP_LIMIT_S))
         )
-        self.cancel_reason: str | None = None
+        self.called_off: Cancelled | None = None
         self.steps = self.sequence = 0
         self.weights = [
             [torch.zeros(self.num_experts, n, dtype=torch.uint8) for n in self.nbytes] for _ in range(self.num_layers)
@@ -85,7 +85,7 @@ class Rank:
             staging_layers=2,
             timeout_s=STEP_LIMIT_S,
             host="127.0.0.1",
-            cancelled=lambda: self.cancel_reason,
+            cancelled=lambda: self.called_off,
             max_ops_per_batch=32,
         )
         self.backend = NixlBackend(self.options, self.context)

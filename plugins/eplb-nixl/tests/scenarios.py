@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from rank import Rank, count_fds, count_threads, say, value_of
 
-from eplb_core.backend import PeerMetadata
+from eplb_core.backend import Cancelled, PeerMetadata
 from eplb_core.errors import EplbError
 from eplb_core.weights.layout import build_layout
 from eplb_nixl.wire import SourceRecord
@@ -101,7 +101,7 @@ def source_stops(rank: int, world: int, port: int, *, signal_name: str, limit_s:
     handle = me.backend.transfer(plans[0])
     me.store.get("silent")
     if told:
-        me.cancel_reason = "rank 0 is gone"
+        me.called_off = Cancelled("its process ended", peer_lost=True)
     start = time.monotonic()
     try:
         me.backend.wait(handle, limit_s)
@@ -144,7 +144,7 @@ def reader_dies(rank: int, world: int, port: int, *, both: bool) -> None:
     handle = me.backend.transfer(plans[0])
     me.store.set("napping", "1")
     time.sleep(1.0)
-    me.cancel_reason = "rank 1 is gone"
+    me.called_off = Cancelled("its process ended", peer_lost=True)
     for _ in range(200):
         me.backend.progress()
         time.sleep(1e-3)
@@ -165,12 +165,12 @@ def cancelled(rank: int, world: int, port: int) -> None:
             me.backend.progress()
             time.sleep(1e-3)
         say(posted=[read.state for read in handle.reads])
-        me.cancel_reason = "rank 2 aborted layer 0: for reasons of its own"
+        me.called_off = Cancelled("rank 2 aborted layer 0: for reasons of its own")
         try:
             me.backend.wait(handle, 30.0)
         except EplbError as error:
             say(code=error.code, text=str(error))
-        me.cancel_reason = None
+        me.called_off = None
         say(drained=me.backend.abort(handle, "cancelled"))
     me.barrier()
     say(closed=me.backend.close())

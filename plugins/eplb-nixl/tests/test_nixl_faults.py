@@ -41,7 +41,7 @@ def test_a_death_that_the_core_saw_ends_the_wait_at_once(fresh_over_tcp):
     reader = fresh_over_tcp.ranks[1].answers()
     assert (reader["outcome"], reader["code"]) == ("TransferError", "EPLB-T001")
     assert "state=cancelled" in reader["text"]
-    assert "rank 0 is gone" in reader["text"]
+    assert "its process ended" in reader["text"]
     assert reader.line("outcome")["seconds"] < 1.0
     assert reader.line("drained")["seconds"] < 0.4
     assert fresh_over_tcp.ranks[1].end() == 0

@@ -54,7 +54,7 @@ def late_device(rank: Rank, staging_layers: int):
             comm.rearrange(old, new)
             fake_device.delay(stream, 0.0)
             wrong += model.wrong_rows(new)
-        where = {slot.device.type for slot in comm._session.landing.slots}
+        where = {slot.device.type for slot in comm._lives.epoch.landing.slots}
     return wrong, where
 
 

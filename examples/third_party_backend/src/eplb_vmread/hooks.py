@@ -5,12 +5,14 @@ from __future__ import annotations
 from eplb_core import API_VERSION, BackendInfo, hookimpl
 from eplb_vmread.permission import why_not
 
+NAME = "vmread"
+
 
 @hookimpl
 def eplb_register_backends() -> BackendInfo:
     """Declare the backend."""
     return BackendInfo(
-        name="vmread",
+        name=NAME,
         summary="single-copy reads of a peer's memory on one host (process_vm_readv)",
         api_version=API_VERSION,
         target="eplb_vmread.backend:VmReadBackend",

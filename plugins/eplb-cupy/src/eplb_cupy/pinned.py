@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from eplb_core.backend import StagingBlock, StagingStats
-from eplb_core.backend.accounts import BlockAccounts
+from eplb_core.backend.toolkit import BlockAccounts, first_line
 from eplb_core.errors import ConfigError, TransferError
 from eplb_cupy.blocks import on_host
 from eplb_cupy.library import CupyError, facts, load_cupy
@@ -103,7 +103,7 @@ class CupyPinned:
                 f"{nbytes} bytes of page-locked memory could not be had beside {held.nbytes_in_use} in use and"
                 f" {held.nbytes_pool} waiting for an event"
             )
-            detail = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            detail = f"{type(error).__name__}: {first_line(error)}"
             raise TransferError("EPLB-T010", problem=problem, detail=detail) from error
         return self._leases.grant(data, int(pointer.size()))
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from eplb_core.backend import Cancelled
 from eplb_core.errors import error_for
 from eplb_gloo.hooks import NAME
 from eplb_gloo.messages import TAG_BITS
@@ -71,7 +72,7 @@ class GlooGroup:
         threads: int,
         nonce: bytes,
         timeout_s: float,
-        cancelled: Callable[[], str | None],
+        cancelled: Callable[[], Cancelled | None],
     ) -> None:
         self._size = len(members)
         self._own = list(members).index(rank)
@@ -167,7 +168,7 @@ def _gather(
     rank: int,
     nonce: bytes,
     timeout_s: float,
-    cancelled: Callable[[], str | None],
+    cancelled: Callable[[], Cancelled | None],
 ) -> dict[int, bytes]:
     """Wait for every member before gloo does: its own wait names nobody and cannot be cancelled."""
     keys = {member: f"member/{member}" for member in members}

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+from eplb_core.backend import Cancelled
+
 INTERVAL_S = 0.05
 """Seconds between two looks."""
 
@@ -28,14 +30,14 @@ class CancelWatch:
         Makes the wait fail.
     """
 
-    def __init__(self, cancelled: Callable[[], str | None], sever: Callable[[], None]) -> None:
+    def __init__(self, cancelled: Callable[[], Cancelled | None], sever: Callable[[], None]) -> None:
         self._cancelled = cancelled
         self._sever = sever
         self._condition = threading.Condition()
         self._waiting = False
         self._parked = False
         self._closed = False
-        self.reason: str | None = None
+        self.reason: Cancelled | None = None
         """Why the wait in progress, or the last one, was cancelled."""
         self.failure: Exception | None = None
         """What `cancelled` raised, which cancels as well."""
@@ -87,7 +89,7 @@ class CancelWatch:
 
     def _look(self) -> None:
         try:
-            self.reason = self._cancelled() or None
+            self.reason = self._cancelled()
         except Exception as error:  # whatever it is, the waiting thread raises it
             self.failure = error
         if self.acted:

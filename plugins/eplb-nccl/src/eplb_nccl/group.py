@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from eplb_core.backend import Cancelled
+from eplb_core.backend.toolkit import Backoff, Deadline, first_line
 from eplb_core.errors import error_for
 from eplb_nccl.hooks import NAME
 
@@ -133,7 +133,7 @@ class DeviceGroup:
         return ones, [Posted(others, True, self._group.allreduce([ones]))]
 
     def finish(
-        self, posted: Sequence[Posted], deadline_s: float, cancelled: Callable[[], str | None]
+        self, posted: Sequence[Posted], deadline: Deadline, cancelled: Callable[[], Cancelled | None]
     ) -> Failure | None:
         """Wait until all is complete, on the device too.
 
@@ -141,8 +141,8 @@ class DeviceGroup:
         ----------
         posted : sequence of Posted
             In posting order.
-        deadline_s : float
-            On the monotonic clock, seconds.
+        deadline : Deadline
+            Limit.
         cancelled : callable
             Consulted where works can be polled; elsewhere the caller watches.
 
@@ -151,7 +151,7 @@ class DeviceGroup:
         Failure or None
             None when complete. A limit that runs out over gloo closes all its connections.
         """
-        return self._poll(posted, deadline_s, cancelled) if self.polls else self._block(posted, deadline_s)
+        return self._poll(posted, deadline, cancelled) if self.polls else self._block(posted, deadline)
 
     def sever(self) -> None:
         """Close every connection, from any thread: waits in progress, here and at the peers, end with an error.
@@ -193,11 +193,11 @@ class DeviceGroup:
         ]
         return [self._group._end_coalescing(self._device)] if self._coalesces else works
 
-    def _block(self, posted: Sequence[Posted], deadline_s: float) -> Failure | None:
+    def _block(self, posted: Sequence[Posted], deadline: Deadline) -> Failure | None:
         # Receives first: when time is up, who sent nothing says more than who did not take anything.
         ordered = sorted(posted, key=lambda one: not one.receives)
         for i, one in enumerate(ordered):
-            reason = _finish(one.work, deadline_s - time.monotonic())
+            reason = _finish(one.work, deadline.left_s)
             if reason is None:
                 continue
             if not reason.startswith("Timed out"):
@@ -207,8 +207,10 @@ class DeviceGroup:
             return Failure(reason, tuple(sorted(late)), timed_out=True, receives=one.receives)
         return None
 
-    def _poll(self, posted: Sequence[Posted], deadline_s: float, cancelled: Callable[[], str | None]) -> Failure | None:
-        left, pause_s = list(posted), 20e-6
+    def _poll(
+        self, posted: Sequence[Posted], deadline: Deadline, cancelled: Callable[[], Cancelled | None]
+    ) -> Failure | None:
+        left, backoff = list(posted), Backoff()
         while True:
             state = self._error()
             if state is not None:
@@ -216,17 +218,16 @@ class DeviceGroup:
             try:
                 left = [one for one in left if not one.work.is_completed()]
             except RuntimeError as error:
-                return Failure(brief(error), _peers_of(left))
+                return Failure(first_line(error), _peers_of(left))
             if not left:
                 state = self._error()  # a work that failed counts as completed
                 return None if state is None else Failure(state, _peers_of(posted))
-            reason = cancelled()
-            if reason:
-                return Failure(reason, _peers_of(left))
-            if time.monotonic() > deadline_s:
+            called_off = cancelled()
+            if called_off is not None:
+                return Failure(str(called_off), _peers_of(left))
+            if deadline.over:
                 return Failure("Timed out", _peers_of(left), timed_out=True)
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, 1e-3)
+            backoff.pause(deadline.left_s)
 
     def _error(self) -> str | None:
         """Ask an NCCL backend for an error of its communicators; others have no such question."""
@@ -237,22 +238,11 @@ class DeviceGroup:
         return None if int(getattr(state, "value", state)) == 0 else str(getattr(state, "name", state))
 
 
-def brief(error: Exception) -> str:
-    """Return what torch says without the place in its source and the advice that follows."""
-    text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).splitlines()
-    return text[0].split(". ")[0] if text else type(error).__name__
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 1, 3"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
 def _finish(work: Any, limit_s: float) -> str | None:
     try:
         complete = work.wait(max(timedelta(seconds=limit_s), _SHORTEST))
     except RuntimeError as error:
-        return brief(error)
+        return first_line(error)
     return None if complete else "the operation was cancelled"
 
 

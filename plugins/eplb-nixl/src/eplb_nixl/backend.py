@@ -69,7 +69,7 @@ class NixlBackend:
         self._sources: Sources | None = None
         self._in_flight: list[Transfer] = []
         self._is_quarantined = False
-        prefix = agent_name_prefix(context.name, context.rank, context.epoch)
+        prefix = agent_name_prefix(context.name, context.rank)
         try:
             self._agent = Agent(
                 load_library(),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Callable
 
-_GONE = re.compile(r"\brank \d+ is gone\b", re.IGNORECASE)
+from eplb_core.backend import Cancelled
 
 
 class PeerWatch:
@@ -24,15 +23,16 @@ class PeerWatch:
         The context's; cheap, for it looks only every few milliseconds.
     """
 
-    def __init__(self, cancelled: Callable[[], str | None]) -> None:
+    def __init__(self, cancelled: Callable[[], Cancelled | None]) -> None:
         self._cancelled = cancelled
         self._is_gone = False
 
     def may_progress(self) -> bool:
         """Return False from the first moment a peer is known to be gone."""
         if not self._is_gone:
-            reason = self._cancelled()
-            self._is_gone = reason is not None and _GONE.search(reason) is not None
+            cancelled = self._cancelled()
+            # A lost store counts: its host is a rank as a rule, and only its neighbours in the ring see that rank die.
+            self._is_gone = cancelled is not None and (cancelled.peer_lost or cancelled.store_lost)
         return not self._is_gone
 
 

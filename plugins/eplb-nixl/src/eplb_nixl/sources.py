@@ -26,9 +26,9 @@ class _Source:
     announced: set[int]
 
 
-def agent_name_prefix(communicator: str, rank: int, epoch: int) -> str:
-    """Return how the names of a rank's agents start; a random part follows."""
-    return f"eplb-{communicator}-{rank}-{epoch}-"
+def agent_name_prefix(communicator: str, rank: int) -> str:
+    """Return how the names of a rank's agents start; a random part follows, for each life of a backend its own."""
+    return f"eplb-{communicator}-{rank}-"
 
 
 class Sources:
@@ -66,11 +66,9 @@ class Sources:
             record = SourceRecord.from_bytes(peer.payload)
         except ValueError as error:
             raise _refused(peer.rank, str(error)) from error
-        epoch = self._context.epoch
-        if (record.rank, record.epoch) != (peer.rank, epoch):
-            problem = f"its NIXL metadata is of rank {record.rank} in epoch {record.epoch}"
-            raise _refused(peer.rank, f"{problem}, expected rank {peer.rank} in epoch {epoch}")
-        expected = agent_name_prefix(self._context.name, peer.rank, epoch)
+        if record.rank != peer.rank:
+            raise _refused(peer.rank, f"its NIXL metadata is of rank {record.rank}")
+        expected = agent_name_prefix(self._context.name, peer.rank)
         if not record.agent_name.startswith(expected):
             problem = f"its NIXL agent is called {record.agent_name!r}"
             raise _refused(peer.rank, f"{problem}, expected {expected!r} and a random part")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from eplb_core.backend import TransferPlan
+from eplb_core.backend import Cancelled, TransferPlan
 from eplb_nixl.agent import Agent
 from eplb_nixl.library import NixlError
 
@@ -104,7 +104,7 @@ def named(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def post_ready(agent: Agent, transfer: Transfer, cancelled: Callable[[], str | None]) -> None:
+def post_ready(agent: Agent, transfer: Transfer, cancelled: Callable[[], Cancelled | None]) -> None:
     """Post every READ whose source can be read; a failure is kept in its `Read`.
 
     Over shared memory a post copies before it returns, so cancellation is looked at before each.

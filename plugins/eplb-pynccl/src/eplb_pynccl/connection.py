@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from eplb_core.backend import BackendContext
+from eplb_core.backend.toolkit import Wait
+from eplb_core.errors import TransferError
 from eplb_pynccl.binding import Binding, NcclError
+from eplb_pynccl.hooks import NAME
 from eplb_pynccl.streams import OperationStream
 
 _ABORT_LIMIT_S = 0.8
 _FINALIZE_LIMIT_S = 5.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 
 
 class Operation(NamedTuple):
@@ -44,14 +46,6 @@ class Batch:
     def peers(self) -> set[int]:
         """Ranks at the other ends."""
         return {operation.peer for operation in self.operations}
-
-
-class WaitEnded(Exception):
-    """A wait that was cancelled, or ran out of time."""
-
-    def __init__(self, reason: str, *, timed_out: bool) -> None:
-        super().__init__(reason)
-        self.timed_out = timed_out
 
 
 @dataclass(eq=False)
@@ -86,20 +80,20 @@ class Connection:
         NCCL.
     stream : OperationStream
         What operations are queued on.
+    context : BackendContext
+        Says who the members are, and what was called off.
     unique_id : bytes
         Shared by the members.
-    size, own : int
-        How many members there are, and which this is.
-    deadline_s : float
-        On the monotonic clock, seconds: limit of the construction.
-    cancelled : callable
-        See `eplb_core.backend.BackendContext`.
+    expected : iterable of int
+        Ranks to name when they do not come; without any, all the others.
+    wait : Wait
+        Limit of the construction.
 
     Raises
     ------
     NcclError
         NCCL refused, or failed.
-    WaitEnded
+    StalledError, TransferError
         Members did not come within the limit, or the construction was cancelled.
     """
 
@@ -107,21 +101,21 @@ class Connection:
         self,
         binding: Binding,
         stream: OperationStream,
+        context: BackendContext,
         *,
         unique_id: bytes,
-        size: int,
-        own: int,
-        deadline_s: float,
-        cancelled: Callable[[], str | None],
+        expected: Iterable[int],
+        wait: Wait,
     ) -> None:
         self._binding = binding
         self._stream = stream
-        self._cancelled = cancelled
+        self._context = context
         self._waiting: deque[Batch] = deque()
         self._launched: deque[Batch] = deque()
         self._launching: Batch | None = None
         self._ended = False
-        self._handle = self._init(unique_id, size, own, deadline_s)
+        others = [rank for rank in context.members if rank != context.rank]
+        self._handle = self._init(unique_id, list(expected) or others, wait)
 
     # --- batches --------------------------------------------------------------------------------------------------
 
@@ -161,22 +155,20 @@ class Connection:
         except RuntimeError as error:  # the device's own
             raise NcclError(f"the device failed: {error}") from error
 
-    def finish(self, batches: Sequence[Batch], deadline_s: float) -> None:
+    def finish(self, batches: Sequence[Batch], wait: Wait) -> None:
         """Advance until these batches are complete, on the device too.
 
         Raises
         ------
         NcclError
             See `advance`.
-        WaitEnded
+        StalledError, TransferError
             The limit ran out, or the wait was cancelled.
         """
-
-        def complete() -> bool:
+        self.advance()
+        while silent := silent_in(batches):
+            wait.pause(silent)
             self.advance()
-            return all(batch.done for batch in batches)
-
-        self._poll(complete, deadline_s)
 
     def abort(self) -> bool:
         """Stop everything outstanding, within a second.
@@ -208,39 +200,44 @@ class Connection:
         """
         if self._ended:
             return
-        deadline_s = time.monotonic() + _FINALIZE_LIMIT_S
+        wait = Wait(self._context, _FINALIZE_LIMIT_S, label=NAME, where="phase close")
         try:
             self._binding.finalize(self._handle)
-            self._poll(lambda: not self._binding.in_progress(self._handle), deadline_s)
-        except (NcclError, WaitEnded):
+            while self._binding.in_progress(self._handle):
+                wait.pause("NCCL")
+        except (NcclError, TransferError):
             self.abort()
             return
         self._ended = True
         self._ending = _Bounded(lambda: self._binding.destroy(self._handle)).start("eplb-pynccl-destroy")
-        self._ending.finished.wait(max(0.0, deadline_s - time.monotonic()))
+        self._ending.finished.wait(wait.deadline.left_s)
         if isinstance(self._ending.error, NcclError):
             raise self._ending.error
 
     # --- behind it ------------------------------------------------------------------------------------------------
 
-    def _init(self, unique_id: bytes, size: int, own: int, deadline_s: float) -> Any:
+    def _init(self, unique_id: bytes, expected: Sequence[int], wait: Wait) -> Any:
+        members = self._context.members
+        size, own = len(members), members.index(self._context.rank)
         if not self._binding.nonblocking:
-            return self._init_blocking(unique_id, size, own, deadline_s)
+            return self._init_blocking(lambda: self._binding.init(size, unique_id, own), expected, wait)
         handle = self._binding.init(size, unique_id, own)
         try:
-            self._poll(lambda: not self._binding.in_progress(handle), deadline_s)
-        except (NcclError, WaitEnded):
+            while self._binding.in_progress(handle):
+                wait.pause(expected)
+        except (NcclError, TransferError):
             _Bounded(lambda: self._binding.abort(handle)).start("eplb-pynccl-abort").finished.wait(_ABORT_LIMIT_S)
             raise
         return handle
 
-    def _init_blocking(self, unique_id: bytes, size: int, own: int, deadline_s: float) -> Any:
+    def _init_blocking(self, make: Callable[[], Any], expected: Sequence[int], wait: Wait) -> Any:
         def init() -> Any:
             with self._stream.copy_order():  # the current device is a thread's own
-                return self._binding.init(size, unique_id, own)
+                return make()
 
         call = _Bounded(init).start("eplb-pynccl-init")
-        self._poll(call.finished.is_set, deadline_s)
+        while not call.finished.is_set():
+            wait.pause(expected)
         if call.error is not None:
             raise call.error
         return call.result
@@ -258,13 +255,7 @@ class Connection:
             raise
         self._binding.group_end()
 
-    def _poll(self, done: Callable[[], bool], deadline_s: float) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while not done():
-            reason = self._cancelled()
-            if reason:
-                raise WaitEnded(reason, timed_out=False)
-            if time.monotonic() > deadline_s:
-                raise WaitEnded("timed out", timed_out=True)
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+def silent_in(batches: Iterable[Batch]) -> list[int]:
+    """Return the peers of batches that are not complete; which of them it is, NCCL does not say."""
+    return sorted({peer for batch in batches if not batch.done for peer in batch.peers})

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import struct
-import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from eplb_core.backend import PeerMetadata
+from eplb_core.backend.toolkit import Backoff, Wait
 from eplb_core.errors import EplbError, error_for
 from eplb_pynccl.binding import UNIQUE_ID_NBYTES
 from eplb_pynccl.hooks import NAME
@@ -47,6 +47,20 @@ def unpack(payload: bytes, peer: int) -> Member:
     return Member(bytes(nonce), None if unique_id == _NO_ID else bytes(unique_id))
 
 
+def member_of(peer: PeerMetadata, lowest: int) -> Member:
+    """Read a peer's payload, of which the lowest member's alone has the unique id.
+
+    Raises
+    ------
+    MetadataError
+        EPLB-M005.
+    """
+    member = unpack(peer.payload, peer.rank)
+    if (member.unique_id is not None) != (peer.rank == lowest):
+        raise error_for("EPLB-M005", peer=peer.rank, problem=f"rank {lowest}, and no other, makes the unique id")
+    return member
+
+
 def publish(store: Any, payload: bytes) -> None:
     """Leave the lowest member's payload for those members that exchange nothing with it, and never see its metadata."""
     try:
@@ -63,7 +77,7 @@ def withdraw(store: Any) -> None:
         raise _lost(error) from error
 
 
-def await_unique_id(store: Any, lowest: int, deadline_s: float, cancelled: Callable[[], str | None]) -> bytes:
+def await_unique_id(store: Any, lowest: int, wait: Wait) -> bytes:
     """Wait for what the lowest member published.
 
     Parameters
@@ -72,18 +86,15 @@ def await_unique_id(store: Any, lowest: int, deadline_s: float, cancelled: Calla
         Of this epoch.
     lowest : int
         Its rank.
-    deadline_s : float
-        On the monotonic clock, seconds.
-    cancelled : callable
-        See `eplb_core.backend.BackendContext`.
+    wait : Wait
+        Limit.
 
     Raises
     ------
     MetadataError, StalledError, StoreLostError, TransferError
         It is damaged, does not come, cannot be read, or the connect was cancelled.
     """
-    started_s, pause_s = time.monotonic(), 0.0005
-    where = f"phase connect ({NAME})"
+    backoff = Backoff(first_s=5e-4, longest_s=0.02, factor=2.0)  # each look is an operation of the store
     while True:
         try:
             if store.check([_KEY]):
@@ -91,14 +102,7 @@ def await_unique_id(store: Any, lowest: int, deadline_s: float, cancelled: Calla
                 break
         except RuntimeError as error:  # DistError and its kin
             raise _lost(error) from error
-        reason = cancelled()
-        if reason:
-            raise error_for("EPLB-T001", label=NAME, state="cancelled", detail=f"{reason} ({where}).")
-        if time.monotonic() > deadline_s:
-            seconds = time.monotonic() - started_s
-            raise error_for("EPLB-T002", seconds=seconds, where=where, waiting_for=f"the unique id of rank {lowest}")
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.02)
+        wait.pause(f"the unique id of rank {lowest}", backoff)
     if unique_id is None:
         raise error_for("EPLB-M005", peer=lowest, problem="it published no unique id")
     return unique_id

@@ -34,9 +34,9 @@ class ChangesTorch(Good):
 
 
 class HoldsTheInterpreter(Good):
-    def await_rows(self, plan, peer, until, timeout_s):
+    def await_rows(self, plan, peer, wait):
         ctypes.PyDLL(None).usleep(600_000)  # unlike CDLL, PyDLL keeps the GIL
-        super().await_rows(plan, peer, until, timeout_s)
+        super().await_rows(plan, peer, wait)
 
 
 class ClaimsZeroCopy(Good):

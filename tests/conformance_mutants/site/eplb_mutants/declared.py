@@ -7,8 +7,8 @@ import pickle
 import struct
 from typing import ClassVar
 
-from eplb_good.backend import ADDRESS
 from eplb_good.backend import GoodBackend as Good
+from eplb_good.metadata import ADDRESS
 from pydantic import BaseModel
 
 from eplb_core import hookimpl

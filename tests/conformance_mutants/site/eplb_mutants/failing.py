@@ -14,12 +14,13 @@ from eplb_good.backend import GoodBackend as Good
 
 from eplb_core import hookimpl
 from eplb_core.backend import TransferReceipt
+from eplb_core.backend.toolkit import Wait
 from eplb_core.errors import EplbError, TransferError
 
 
 class IgnoresItsLimit(Good):
-    def await_rows(self, plan, peer, until, timeout_s):
-        super().await_rows(plan, peer, math.inf, timeout_s)
+    def await_rows(self, plan, peer, wait):
+        super().await_rows(plan, peer, Wait(self.context, math.inf, label="unlimited", where="phase wait"))
 
 
 class SwallowsErrors(Good):
@@ -32,15 +33,15 @@ class SwallowsErrors(Good):
 
 
 class SwallowsInWait(Good):
-    def await_rows(self, plan, peer, until, timeout_s):
+    def await_rows(self, plan, peer, wait):
         with suppress(Exception):
-            super().await_rows(plan, peer, until, timeout_s)
+            super().await_rows(plan, peer, wait)
 
 
 class SwallowsCancelled(Good):
-    def await_rows(self, plan, peer, until, timeout_s):
+    def await_rows(self, plan, peer, wait):
         try:
-            super().await_rows(plan, peer, until, timeout_s)
+            super().await_rows(plan, peer, wait)
         except TransferError:
             if not self.context.cancelled():
                 raise

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from eplb_good.backend import READY
 from eplb_good.backend import GoodBackend as Good
+from eplb_good.transfer import READY
 
 from eplb_core import hookimpl
 from eplb_core.backend import PeerMetadata, TransferReceipt

@@ -34,7 +34,7 @@ class ReturnsEarly(Good):
         os.ftruncate(self.own, len(buffers.landing) * self.slot_nbytes)  # what is not there yet reads as zeros
         return local
 
-    def await_rows(self, plan, peer, until, timeout_s):
+    def await_rows(self, plan, peer, wait):
         pass
 
 

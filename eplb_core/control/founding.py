@@ -1,0 +1,174 @@
+"""From a process group to a store of our own, on every rank or on none."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from eplb_core.control.hosts import Location, read_boot_id, read_network_id, why_unreachable
+from eplb_core.control.lingering import Presence
+from eplb_core.control.listen import Ports, check_listening, checked_ports, listen
+from eplb_core.control.opening import open_client
+from eplb_core.control.sockets import written
+from eplb_core.control.store import StoreGone, first_line
+from eplb_core.errors import ConfigError
+
+_RECORD_NBYTES = 1024  # of one size on all ranks and in all releases, for gloo ends the process on a longer message
+_RECORD_VERSION = 1
+_TOLD = 4  # ranks whose refusals are written out
+
+
+@dataclass(frozen=True, eq=False)
+class Founded:
+    """What a rank holds when every rank has reached the store.
+
+    Parameters
+    ----------
+    store : torch.distributed.Store
+        This rank's first connection to it; at rank 0, the store itself.
+    rank, world_size : int
+        Within the group.
+    location : Location
+        Where this rank listens.
+    presence : Presence or None
+        Of the other ranks, at rank 0.
+    """
+
+    store: Any
+    rank: int
+    world_size: int
+    location: Location
+    presence: Presence | None
+
+
+def found(group: Any, host: object, ports: object, timeout_s: float) -> Founded:
+    """Found a store at group rank 0 and connect every rank to it; collective.
+
+    What is wrong on one rank travels in what is gathered, so that every rank raises it.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+        It moves small CPU tensors.
+    host, ports
+        See `eplb_core.control.listen.check_listening`.
+    timeout_s : float
+        Limit of each of the two gatherings, seconds; what a rank does on its own before either takes at most half.
+
+    Raises
+    ------
+    ConfigError
+        On every rank, naming those on which something is wrong (EPLB-C009).
+    """
+    rank, world_size = int(group.rank()), int(group.size())
+    store: Any = None
+    try:
+        refusal: ConfigError | None = None
+        mine: dict[str, Any] = {}
+        try:
+            location, allowed = locate(host, ports, timeout_s / 2)  # the others wait for this rank no longer than that
+            mine = {"location": location.to_json(), "ports": allowed, "port": 0}
+            if rank == 0:
+                store, mine["port"] = _host_store(location.host, allowed, world_size, timeout_s)
+        except ConfigError as error:
+            refusal = error
+        records = _gather(group, mine, refusal, timeout_s, "the process group moved no small CPU tensor")
+        locations = {peer: Location.from_json(record["location"]) for peer, record in enumerate(records)}
+        _check_all(locations, [record["ports"] for record in records])
+        port = int(records[0]["port"])
+        mine = {"address": ""}
+        try:
+            if rank != 0:
+                opened = open_client(locations[0].host, port, timeout_s / 2)
+                store, mine["address"] = opened.store, opened.address
+        except StoreGone as gone:
+            at = written((locations[0].host, port))
+            refusal = ConfigError("EPLB-C009", problem=f"it cannot reach the store of rank 0 at {at}: {gone}")
+        records = _gather(group, mine, refusal, timeout_s, "a rank was lost before all had reached the store")
+    except BaseException:
+        store = None  # which the frames of the error would keep
+        raise
+    addresses = {peer: str(record["address"]) for peer, record in enumerate(records)}
+    return Founded(store, rank, world_size, locations[rank], Presence(port, addresses) if rank == 0 else None)
+
+
+def locate(host: object, ports: object, timeout_s: float) -> tuple[Location, Ports | None]:
+    """Check where this rank was told to listen, and say where it is; see `check_listening`."""
+    allowed = checked_ports(ports)
+    where, loopback = check_listening(host, allowed, timeout_s)
+    return Location(read_boot_id(), read_network_id(), where, host is not None, loopback), allowed
+
+
+def _host_store(host: str, ports: Ports | None, world_size: int, timeout_s: float) -> tuple[Any, int]:
+    import torch.distributed as dist
+
+    # A listener of our own: torch's would listen on every interface of the machine. Every rank knocks, then connects.
+    listener = listen(host, ports, backlog=2 * world_size + 16)
+    port = int(listener.getsockname()[1])
+    limit = timedelta(seconds=timeout_s)
+    try:
+        store = dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
+        )
+    except RuntimeError as error:
+        problem = f"no store can be hosted at {written((host, port))}: {first_line(error)}"
+        raise ConfigError("EPLB-C009", problem=problem) from error
+    return store, port
+
+
+def _check_all(locations: Mapping[int, Location], ports: Sequence[Any]) -> None:
+    """Check what no rank can see alone; all come to the same answer."""
+    problem = why_unreachable(locations)
+    if problem is not None:
+        detail = "Give host=, the address at which the other ranks reach this one."
+        raise ConfigError("EPLB-C009", problem=problem, detail=detail)
+    users = Counter((locations[rank].network_id, tuple(each)) for rank, each in enumerate(ports) if each is not None)
+    for (network, (low, high)), count in users.items():
+        needed = count + (locations[0].network_id == network and ports[0] == [low, high])
+        if needed > high - low + 1:
+            problem = f"ports={(low, high)} are too few for {count} rank(s) of one host, which need {needed}"
+            raise ConfigError("EPLB-C009", problem=problem, detail="A port for each, and one for the store.")
+
+
+def _gather(
+    group: Any, mine: Mapping[str, Any], refusal: ConfigError | None, timeout_s: float, failure: str
+) -> list[dict[str, Any]]:
+    """Exchange a record of every rank; raise, on all of them, when some refuse."""
+    import torch
+
+    sent = torch.frombuffer(bytearray(_pack(mine, refusal)), dtype=torch.uint8)
+    everyone = [torch.empty_like(sent) for _ in range(int(group.size()))]
+    try:
+        group.allgather([everyone], [sent]).wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise ConfigError("EPLB-C009", problem=f"{failure}: {first_line(error)}") from (refusal or error)
+    records = [_unpack(bytes(record.tolist()), rank) for rank, record in enumerate(everyone)]
+    refusals = [f"rank {rank}: {record['refusal']}" for rank, record in enumerate(records) if "refusal" in record]
+    if refusals:
+        more = f"; and {len(refusals) - _TOLD} more" if len(refusals) > _TOLD else ""
+        raise ConfigError("EPLB-C009", problem="; ".join(refusals[:_TOLD]) + more) from refusal
+    return records
+
+
+def _pack(mine: Mapping[str, Any], refusal: ConfigError | None) -> bytes:
+    document = {"version": _RECORD_VERSION, **mine}
+    if refusal is not None:
+        document = {"version": _RECORD_VERSION, "refusal": str(refusal.fields["problem"])}
+    while len(packed := json.dumps(document, ensure_ascii=False).encode()) > _RECORD_NBYTES:
+        document["refusal"] = document["refusal"][: -max(8, len(document["refusal"]) // 8)]
+    return packed.ljust(_RECORD_NBYTES)
+
+
+def _unpack(packed: bytes, rank: int) -> dict[str, Any]:
+    try:
+        document = json.loads(packed)
+    except ValueError:
+        document = None
+    if not isinstance(document, dict) or document.get("version") != _RECORD_VERSION:
+        problem = f"rank {rank} sent a record that this release of eplb-core does not read"
+        raise ConfigError("EPLB-C009", problem=problem, detail="Install one version on all ranks.")
+    return document

@@ -1,0 +1,97 @@
+"""Which process a rank is: told apart from every other, and asked whether it is still there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+from eplb_core.control.hosts import read_boot_id
+
+_OPEN: set[str] = set()
+"""Tokens of this process that are in use."""
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """One use of a rank's number by one process.
+
+    Parameters
+    ----------
+    boot_id, pid_namespace : str
+        Where its process number counts.
+    pid : int
+        Process number.
+    started : str
+        When the process began, in clock ticks since the boot; numbers are used again.
+    token : str
+        Random: one process may use a number several times, one after another.
+    """
+
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    started: str
+    token: str
+
+    @classmethod
+    def mine(cls) -> ProcessIdentity:
+        """Make one of this process, in use until `release`."""
+        identity = cls(read_boot_id(), _pid_namespace(), os.getpid(), _started(os.getpid()), token_hex(8))
+        _OPEN.add(identity.token)
+        return identity
+
+    def release(self) -> None:
+        """Say that the number is used no more."""
+        _OPEN.discard(self.token)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ProcessIdentity:
+        """Read what `to_json` made.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            Anything else.
+        """
+        return cls(
+            str(data["boot_id"]),
+            str(data["pid_namespace"]),
+            int(data["pid"]),
+            str(data["started"]),
+            str(data["token"]),
+        )
+
+    def in_use(self) -> bool | None:
+        """Is its process there, and is the number still in use? None where that cannot be seen from here."""
+        if (self.boot_id, self.pid_namespace) != (read_boot_id(), _pid_namespace()) or not self.started:
+            return None
+        if self.pid == os.getpid() and self.started == _started(self.pid):
+            return self.token in _OPEN
+        return _started(self.pid) == self.started
+
+    def __str__(self) -> str:
+        return f"process {self.pid}"
+
+
+def _started(pid: int) -> str:
+    """Return when a process began; empty when there is none, it has ended and only waits to be reaped, or no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _pid_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""

@@ -1,0 +1,151 @@
+"""What happens when a step of a layer fails: all members abort it, drain what is in flight, and raise one error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, NoReturn
+
+from eplb_core.control.store import StoreGone
+from eplb_core.errors import EplbError, StoreLostError, error_for
+from eplb_core.voting.meeting import all_agree
+from eplb_core.wire.ballots import Ballot, Decision
+
+if TYPE_CHECKING:
+    from eplb_core.rearrange.epoch import Epoch
+    from eplb_core.rearrange.layers import MovingLayer, MovingLayers
+    from eplb_core.rearrange.state import CommunicatorState
+
+_DRAIN_LIMIT_S = 5.0
+
+
+class FailurePath:
+    """The way out of a rearrangement that failed.
+
+    Parameters
+    ----------
+    epoch : Epoch
+        Entered and agreed.
+    state : CommunicatorState
+        Is told what holds, and whether the communicator stays usable.
+    moving : MovingLayers
+        What is in flight.
+    tell : callable
+        ``tell(layer=, ok=, reason=)`` tells observers of the abort.
+    """
+
+    def __init__(self, epoch: Epoch, state: CommunicatorState, moving: MovingLayers, tell: Callable[..., None]) -> None:
+        self._epoch = epoch
+        self._state = state
+        self._moving = moving
+        self._tell = tell
+        self._members, self._watch = epoch.entered
+
+    @contextmanager
+    def guard(self, layer: MovingLayer, following: int | None) -> Iterator[None]:
+        """Turn whatever a step of a layer raises into its abort on every rank.
+
+        Parameters
+        ----------
+        layer : MovingLayer
+            Whose step it is.
+        following : int or None
+            The layer after it: where this one turns out to be committed, that one is aborted instead.
+        """
+        try:
+            yield
+        except StoreGone as gone:
+            self.store_lost(gone, layer.where)
+        except Exception as error:
+            number, decision = self._aborting(layer, following, error)
+            self.abandon(number, decision, error)
+        except BaseException as interrupt:  # Ctrl-C: the members must not wait for this rank
+            self._interrupted(layer, interrupt)
+            raise
+
+    def _aborting(self, layer: MovingLayer, following: int | None, error: Exception) -> tuple[int, Decision]:
+        """Put the abort, and return which layer it stands for."""
+        where = layer.where
+        try:
+            refusal = self._watch.diagnose(error, layer.vote, where)
+            decision = layer.vote.abort(refusal.error, fatal=refusal.fatal)
+            if not decision.commit:
+                return layer.number, decision
+            # Every ballot was in before, this rank's too: the layer holds. What failed since stops the next one.
+            self._moving.note_decided(layer)
+            if following is None:
+                self._leave(refusal.error, where, undrained=False, poisoned=True)
+                raise refusal.error from error
+            vote = self._members.vote(str(following), f"layer {following}, phase vote")
+            return following, vote.abort(refusal.error, fatal=refusal.fatal)
+        except StoreGone as gone:
+            self.store_lost(gone, where)
+        except Exception as second:
+            if self._state.poisoned is None:  # a commit of another life, say: nothing may stay half open
+                named = second if isinstance(second, EplbError) else refusal_of(second, self._epoch.rank, where)
+                self._leave(named, where, undrained=not self._moving.drain(str(second)), poisoned=True)
+            raise
+
+    def _interrupted(self, layer: MovingLayer, interrupt: BaseException) -> None:
+        reason = type(interrupt).__name__
+        stopped = error_for("EPLB-T007", rank=self._epoch.rank, where=layer.where, reason=reason)
+        try:
+            with suppress(StoreGone):  # then the others find out for themselves
+                if layer.vote.abort(stopped, fatal=True).commit:
+                    self._moving.note_decided(layer)
+        finally:
+            self._leave(stopped, layer.where, undrained=not self._moving.drain(reason), poisoned=True)
+
+    def abandon(self, number: int, decision: Decision, cause: Exception | None) -> NoReturn:
+        """Leave the rearrangement: drain what is in flight, and raise the common error."""
+        reason = str(decision.error or "no reason given")
+        where = f"layer {number}, generation {self._members.generation}"
+        error = decision.error or error_for("EPLB-T007", rank=decision.by, where=where, reason=reason)
+        drained, usable = False, False
+        try:
+            drained = self._moving.drain(reason)
+            usable = not decision.fatal and self._all_drained(number, drained)
+        except StoreGone:
+            usable = False
+        except Exception as second:  # of the backend's progress(), say: nothing may stay half open
+            self._state.note(f"draining after a failure raised {second!r}")
+            usable = False
+        except BaseException:  # Ctrl-C
+            self._leave(error, where, undrained=not drained, poisoned=True)
+            raise
+        self._leave(error, where, undrained=not drained, poisoned=not usable)
+        self._tell(layer=number, ok=False, reason=reason)
+        raise error from cause
+
+    def store_lost(self, gone: StoreGone, where: str) -> NoReturn:
+        """Leave it without the store: what was voted and not learnt stays in doubt until the members meet again."""
+        doubtful = self._moving.in_doubt()
+        drained = self._moving.drain("the store is lost")
+        for layer in doubtful:
+            self._state.held.doubt(layer.number, layer.copies)
+        dead = ", ".join(f"rank {rank}" for rank in self._members.dead)
+        detail = f"Gone: {dead}." if dead else ""
+        layers = [layer.number for layer in doubtful] or "none"
+        error = StoreLostError("EPLB-T005", where=where, problem=str(gone), layers=layers, detail=detail)
+        self._leave(error, where, undrained=not drained, poisoned=True)
+        raise error from gone
+
+    def _leave(self, error: EplbError, where: str, *, undrained: bool, poisoned: bool) -> None:
+        if poisoned:
+            self._state.poison(error, where, undrained=undrained)
+        self._members.forget_later(self._moving.votes)
+        self._state.ended(self._state.open)
+
+    def _all_drained(self, number: int, drained: bool) -> bool:
+        """Ask the members whether every transfer everywhere is stopped."""
+        vote = self._members.vote(f"{number}/drain", f"layer {number}, phase drain")
+        self._moving.votes.append(vote)
+        self._watch.attend(vote)
+        vote.cast(Ballot(drained), all_agree(self._epoch.rank))
+        limit_s = min(_DRAIN_LIMIT_S, self._epoch.timeout_s)
+        return self._watch.decide(vote, timeout_s=limit_s, progress=self._epoch.backend.progress).commit
+
+
+def refusal_of(error: Exception, rank: int, where: str) -> EplbError:
+    """Make a typed error of whatever was raised."""
+    return error_for("EPLB-T007", rank=rank, where=where, reason=f"{type(error).__name__}: {error}")

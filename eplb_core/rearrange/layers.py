@@ -1,0 +1,175 @@
+"""The layers of one rearrangement that are on their way: started, landed, decided, each in its landing slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from eplb_core.backend import TransferPlan
+from eplb_core.memory.commit import NOTHING, CommitCopies, commit_copies
+from eplb_core.plan.rank_plan import RankShares
+from eplb_core.voting.vote import Vote
+
+if TYPE_CHECKING:
+    from eplb_core.plan import PlacementPlan
+    from eplb_core.rearrange.epoch import Epoch
+    from eplb_core.rearrange.state import CommunicatorState
+
+
+@dataclass(eq=False)
+class MovingLayer:
+    """A layer between the start of its transfer and its commit.
+
+    Parameters
+    ----------
+    number : int
+        Which.
+    slot : int
+        Where it lands.
+    vote : Vote
+        On it.
+    copies : CommitCopies
+        Its commit.
+    handle : object
+        The backend's, of its transfer.
+    failure : Exception or None
+        Why the transfer could not be started; kept for the layer's own vote.
+    landed : bool
+        Are its reads and sends done?
+    phase : {"transfer", "wait", "vote"}
+        How far it is.
+    """
+
+    number: int
+    slot: int
+    vote: Vote
+    copies: CommitCopies = NOTHING
+    handle: object = None
+    failure: Exception | None = None
+    landed: bool = False
+    phase: str = "transfer"
+
+    @property
+    def where(self) -> str:
+        """Where it is, for texts."""
+        return f"layer {self.number}, phase {self.phase}"
+
+
+class MovingLayers:
+    """What one rank moves of a rearrangement, layer by layer.
+
+    Parameters
+    ----------
+    epoch : Epoch
+        Entered and agreed.
+    plan : PlacementPlan
+        The moves of all layers.
+    state : CommunicatorState
+        Of the communicator.
+
+    Attributes
+    ----------
+    started : dict of int to MovingLayer
+        Layers whose transfer was started and whose outcome is open, by number.
+    decided : dict of int to MovingLayer
+        Layers that every rank commits, not yet copied here.
+    copying : dict of int to MovingLayer
+        Those whose copies are being made, perhaps by another thread; they hold their slot.
+    votes : list of Vote
+        All votes on layers so far.
+    """
+
+    def __init__(self, epoch: Epoch, plan: PlacementPlan, state: CommunicatorState) -> None:
+        self.numbers = plan.layers
+        self.slots = epoch.setup.config.staging_layers
+        self.started: dict[int, MovingLayer] = {}
+        self.decided: dict[int, MovingLayer] = {}
+        self.copying: dict[int, MovingLayer] = {}
+        self.votes: list[Vote] = []
+        self._epoch = epoch
+        self._plan = plan
+        self._state = state
+        self._next_start = 0
+        config = epoch.setup.config
+        work_out = partial(
+            plan.shares,
+            rank=epoch.rank,
+            landing_layout=epoch.backend.landing_layout,
+            coalesce_nbytes=epoch.coalesce_nbytes,
+            batched=epoch.setup.info.batched,
+            max_ops_per_batch=config.max_ops_per_batch,
+            migration_batching=config.enable_migration_batching,
+        )
+        self._shares = RankShares(plan, epoch.setup.layout.geometries, work_out)
+
+    @property
+    def slot_is_free(self) -> bool:
+        """Is there a landing slot for a layer besides the one that is staged next?"""
+        return len(self.decided) + len(self.copying) + 1 < self.slots
+
+    def start_up_to(self, number: int) -> MovingLayer:
+        """Return a layer, its transfer started."""
+        if number not in self.started:
+            self.start_next()
+        return self.started[number]
+
+    def start_next(self) -> None:
+        """Start the next layer's transfer, if there is one; a failure is kept for its own vote."""
+        if self._next_start >= len(self.numbers):
+            return
+        members, _ = self._epoch.entered
+        number = self.numbers[self._next_start]
+        vote = members.vote(str(number), f"layer {number}, phase vote")
+        layer = MovingLayer(number, self._next_start % self.slots, vote)
+        self._next_start += 1
+        self.started[number] = layer
+        self.votes.append(vote)
+        with self._state.counts.phase("transfer"):
+            try:
+                self._transfer(layer)
+            except Exception as error:
+                layer.failure = error
+
+    def _transfer(self, layer: MovingLayer) -> None:
+        epoch, number = self._epoch, layer.number
+        members, _ = epoch.entered
+        # The copies out of this slot may still run on the device; they end before anything lands in it again.
+        epoch.setup.streams.settle(self._state.take_slot_events(layer.slot))
+        share = self._shares.of(number)
+        # Both ends must count alike, whatever either has started before: so nothing is counted.
+        sequence = members.generation * len(epoch.setup.layout.geometries) + number
+        plan = TransferPlan(members.generation, sequence, number, layer.slot, *share)
+        layer.copies = commit_copies(
+            epoch.setup.layout.row_views(number),
+            epoch.setup.layout.geometries[number],
+            self._plan.commit_plan(number, epoch.rank),
+            plan.receives,
+            epoch.landing,
+            layer.slot,
+        )
+        layer.handle = epoch.hooks.transfer(plan)
+
+    def note_decided(self, layer: MovingLayer) -> None:
+        """A layer is decided: from here on it must be committed, whatever else happens."""
+        self.decided[layer.number] = layer
+        del self.started[layer.number]
+        self._state.held.note_decided(layer.number)
+
+    def drain(self, reason: str) -> bool:
+        """Stop every transfer in flight; True when none can touch memory any more."""
+        drained = True
+        for layer in self.started.values():
+            if layer.failure is not None:
+                drained = False  # nobody knows how far it came
+            elif not layer.landed:
+                try:
+                    drained = bool(self._epoch.backend.abort(layer.handle, reason)) and drained
+                except Exception as error:
+                    self._state.note(f"abort of layer {layer.number} raised {error!r}")
+                    drained = False
+        return drained
+
+    def in_doubt(self) -> list[MovingLayer]:
+        """Return the layers on which this rank voted without learning the outcome."""
+        return [layer for layer in self.started.values() if layer.vote.balloted and layer.vote.decision is None]

@@ -1,0 +1,233 @@
+"""The lives of one communicator in its process: epoch after epoch, from the constructor to close."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from eplb_core.backend.toolkit import Deadline
+from eplb_core.control.process import ProcessIdentity
+from eplb_core.control.store import StoreClient, StoreGone
+from eplb_core.errors import EplbError, TransferError, error_for
+from eplb_core.rearrange.connect import Entrance
+from eplb_core.rearrange.epoch import Epoch
+from eplb_core.rearrange.retirement import Retirement
+from eplb_core.voting.meeting import Meeting, post_key
+from eplb_core.voting.operations import Refusal, perform
+from eplb_core.weights.host_landing import check_landing
+
+if TYPE_CHECKING:
+    import torch
+
+    from eplb_core.control.plane import ControlPlane
+    from eplb_core.rearrange.rearrangement import Rearrangement
+    from eplb_core.rearrange.setup import Setup
+    from eplb_core.rearrange.state import CommunicatorState
+
+logger = logging.getLogger("eplb_core")
+
+_CLOSE_FORCED_S = 1.0
+_REFUSAL_HEARD_S = 2.0
+
+
+class Lives:
+    """The present epoch, and the way to the next.
+
+    Parameters
+    ----------
+    control : ControlPlane
+        This rank, and the store.
+    name : str
+        Communicator.
+    timeout_s : float
+        Limit of a wait, seconds.
+    device_group : ProcessGroup or None
+        The host's.
+    """
+
+    def __init__(self, control: ControlPlane, name: str, timeout_s: float, device_group: Any) -> None:
+        control.claim(name)
+        self.control = control
+        self.host_landing: list[list[torch.Tensor]] | None = None
+        self.last: Rearrangement | None = None
+        """The last that was begun: its decided layers are committed at the latest when its epoch ends."""
+        self._name = name
+        self._timeout_s = timeout_s
+        self._device_group = device_group
+        self._process = ProcessIdentity.mine()
+        self._client: StoreClient | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.control.rank
+
+    def begin(self, setup: Setup, state: CommunicatorState) -> None:
+        """Build the first epoch, over all ranks; local."""
+        self._setup = setup
+        self._state = state
+        self._retirement = Retirement(state)
+        self.epoch = self._build(tuple(range(self.control.world_size)))
+
+    def _build(self, members: Sequence[int]) -> Epoch:
+        return Epoch(self._setup, self.control, members, self._device_group, self.host_landing, self._state.leaving)
+
+    # --- meeting the others ------------------------------------------------------------------------------------------
+
+    def enter(self, timeout_s: float, *, everyone: bool) -> bool:
+        """Meet the members of the present epoch, unless they have met; collective. False when they have."""
+        epoch, state = self.epoch, self._state
+        if epoch.members is not None:
+            return False
+        meeting = self._meeting(epoch.asked, state.epoch)
+        Entrance(epoch, self._connected(timeout_s), meeting, state.held).enter(timeout_s, everyone=everyone)
+        state.new_epoch(epoch.number)
+        self._retirement.forget()
+        return True
+
+    def renew(
+        self,
+        timeout_s: float,
+        *,
+        control: ControlPlane | None,
+        ranks: Sequence[int] | None,
+        device_group: Any,
+        landing: Sequence[Sequence[torch.Tensor]] | None,
+    ) -> None:
+        """End the present epoch and build the next; local. See `Communicator.rebuild`."""
+        members = self.epoch.asked if ranks is None else tuple(sorted({int(rank) for rank in ranks}))
+        if self.rank not in members or not set(members) <= set(range(self.control.world_size)):
+            problem = f"ranks={list(members)} must be ranks of the group, {self.rank} among them"
+            raise TransferError("EPLB-T009", problem=problem)
+        if control is not None and (control.rank, control.world_size) != (self.rank, self.control.world_size):
+            raise TransferError("EPLB-T009", problem="the new control plane gives this rank another number")
+        given = None
+        if landing is not None:
+            given = check_landing(landing, self._setup.layout, staging_layers=self._setup.config.staging_layers)
+        if control is not None and control is not self.control:
+            control.claim(self._name)
+            self.control.release(self._name)
+            self.control = control
+        self.finish()
+        self._retirement.retire(self.epoch, host_landing=self.host_landing is not None, new_landing=given is not None)
+        self.host_landing = self.host_landing if given is None else given
+        self._device_group = self._device_group if device_group is None else device_group
+        self._renew_client(timeout_s, another_store=control is not None)
+        with self.telling_the_others(members):
+            try:
+                self.epoch = self._build(members)
+            except Exception as error:
+                self._state.poison(_typed(error, self.rank, "rebuild"), "rebuild")
+                raise
+
+    def finish(self) -> None:
+        """Commit what every other rank commits too: layers that are decided and not yet copied here."""
+        if self.last is not None:
+            self.last.commit_decided()
+
+    @contextmanager
+    def telling_the_others(self, members: Sequence[int] | None = None) -> Iterator[None]:
+        """When building fails here, tell the other ranks why, for they wait for this one to come."""
+        try:
+            yield
+        except Exception as error:
+            refusal = error_for("EPLB-M006", rank=self.rank, reason=str(_typed(error, self.rank, "construction")))
+            everyone = tuple(range(self.control.world_size)) if members is None else tuple(members)
+            try:
+                self._refuse(refusal, everyone)
+            except (StoreGone, EplbError) as untold:
+                logger.warning("rank %d could not tell the others why it failed: %s", self.rank, untold)
+            if members is None:  # in the constructor: there will be no communicator
+                self._process.release()
+                self.control.release(self._name)
+            raise
+
+    def _refuse(self, refusal: EplbError, members: tuple[int, ...]) -> None:
+        # The host of the store takes it along when it ends, so it stays until everybody has read why.
+        heard = Deadline(self._timeout_s if self.control.hosts_store else min(_REFUSAL_HEARD_S, self._timeout_s))
+
+        def pause() -> Refusal | None:
+            time.sleep(2e-3)
+            return Refusal(refusal) if heard.over else None
+
+        client = self._connected(self._timeout_s)
+        perform(self._meeting(members, 0).refusing(refusal), client, pause)
+        if not heard.over:
+            client.delete(post_key(self.rank))
+
+    def _meeting(self, members: tuple[int, ...], epoch: int) -> Meeting:
+        private = self.control.private
+        return Meeting(self._name, self.rank, members, epoch, self._process, private=private)
+
+    def _connected(self, timeout_s: float) -> StoreClient:
+        if self._client is None:
+            limit_s = min(timeout_s, self._timeout_s)
+            self._client = self.control.client(f"eplb/{self._name}", limit_s)
+        return self._client
+
+    def _renew_client(self, timeout_s: float, *, another_store: bool) -> None:
+        old, self._client = self._client, None
+        if another_store or old is None:
+            return
+        with suppress(StoreGone):
+            client = self._connected(timeout_s)
+            client.own |= old.own
+            client.shared |= old.shared
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def store_lost(self, gone: StoreGone, where: str) -> EplbError:
+        """Make the error of a store that did not answer."""
+        epoch = self.epoch
+        dead = ", ".join(f"rank {rank}" for rank in (epoch.members.dead if epoch.members is not None else ()))
+        detail = f"Gone: {dead}." if dead else ""
+        return error_for("EPLB-T005", where=where, problem=str(gone), layers="none", detail=detail)
+
+    def end(self, *, force: bool) -> None:
+        """Leave, in peace unless forced to: finish what was decided, close the backend, tell the others, free memory.
+
+        Each step is taken whatever becomes of the others.
+        """
+        state = self._state
+        with state.closing(self.rank, _CLOSE_FORCED_S if force else self._timeout_s):
+            unclean = force or state.poisoned is not None or state.open is not None
+            try:
+                if state.invalid is None:
+                    self.finish()
+            finally:
+                self._retirement.leave(
+                    self.epoch,
+                    unclean=unclean,
+                    wait_s=0.0 if force else _CLOSE_FORCED_S if unclean else self._timeout_s,
+                    hosts_store=self.control.hosts_store,
+                )
+                if self.last is not None:
+                    self.last.let_go()
+                self._process.release()
+                self.control.release(self._name)
+                self._client = None
+        self._finalizer.detach()
+
+    def end_with(self, owner: object) -> None:
+        """Leave at once when the owner is dropped without `end`, so that the others see it and nothing is leaked."""
+        self._finalizer = weakref.finalize(owner, _dropped, self, os.getpid())
+        self._finalizer.atexit = False  # the end of a process closes its connections by itself
+
+
+def _dropped(lives: Lives, pid: int) -> None:
+    if os.getpid() != pid:  # a forked child's copy: everything is the parent's
+        return
+    logger.warning("%s: dropped without close()", lives._name)
+    with suppress(EplbError):
+        lives.end(force=True)
+
+
+def _typed(error: Exception, rank: int, where: str) -> EplbError:
+    if isinstance(error, EplbError):
+        return error
+    return error_for("EPLB-T007", rank=rank, where=where, reason=f"{type(error).__name__}: {error}")

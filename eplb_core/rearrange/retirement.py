@@ -1,0 +1,127 @@
+"""How an epoch ends: its backend is closed, the others are told, and memory that may still be written is kept."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from eplb_core.control.store import StoreGone
+from eplb_core.errors import TransferError
+from eplb_core.memory.quarantine import keep_forever
+from eplb_core.voting import departure
+
+if TYPE_CHECKING:
+    from eplb_core.rearrange.epoch import Epoch
+    from eplb_core.rearrange.state import CommunicatorState
+    from eplb_core.voting.members import Members
+
+logger = logging.getLogger("eplb_core")
+
+
+class Retirement:
+    """Ends the epochs of one communicator.
+
+    Parameters
+    ----------
+    state : CommunicatorState
+        Of the communicator.
+    """
+
+    def __init__(self, state: CommunicatorState) -> None:
+        self._state = state
+        self._retired: Epoch | None = None
+        self._quarantined = 0
+        self._landing_kept: list[Epoch] = []  # layers in doubt may still have to be copied out of it
+        self._left: list[Members] = []
+
+    def retire(self, epoch: Epoch, *, host_landing: bool, new_landing: bool) -> None:
+        """Close an epoch's backend before the next is built; keep it for ever when it may still write.
+
+        Raises
+        ------
+        TransferError
+            As much is quarantined as the limit allows, or the host's landing memory may still be written (EPLB-T009).
+        """
+        if epoch is self._retired:  # an earlier rebuild came this far
+            return
+        safe = self._close_backend(epoch, force=True)
+        if epoch.members is not None:
+            departure.say_goodbye(epoch.members)
+            self._left.append(epoch.members)
+        if safe and self._state.held.doubts:
+            self._landing_kept.append(epoch)
+        elif not (safe and self._give_landing_back(epoch)):
+            self._quarantine(epoch, host_landing=host_landing, new_landing=new_landing)
+        self._retired = epoch
+
+    def forget(self) -> None:
+        """The next epoch is entered: the keys and the landing memory of those before are not needed any more."""
+        left, self._left = self._left, []
+        for members in left:
+            with suppress(StoreGone):
+                departure.leave_epoch_behind(members)
+        kept, self._landing_kept = self._landing_kept, []
+        for epoch in kept:
+            if not self._give_landing_back(epoch):
+                keep_forever(epoch)
+
+    def leave(self, epoch: Epoch, *, unclean: bool, wait_s: float, hosts_store: bool) -> None:
+        """Close the backend, tell the others, give the memory back; each whatever becomes of the others."""
+        safe = self._close_backend(epoch, force=unclean)
+        members = epoch.members
+        if members is not None:
+            self._tell(members, unclean=unclean, stays_s=wait_s if hosts_store else 0.0)
+        if safe and self._give_landing_back(epoch):
+            epoch.let_go()
+            epoch.setup.layout.let_go()
+        else:
+            keep_forever(epoch)
+        self._state.held.doubts = []
+        self._landing_kept = []
+
+    def _tell(self, members: Members, *, unclean: bool, stays_s: float) -> None:
+        try:
+            if unclean:
+                departure.vanish(members)
+                departure.take_post_back(members)
+            else:
+                departure.say_goodbye(members, tidies=not stays_s)
+            if stays_s:
+                departure.await_goodbyes(members, stays_s)
+                if not unclean:
+                    departure.tidy_up(members)  # the last of all: the others' goodbyes are keys as well
+        except StoreGone as gone:
+            logger.warning("%s: the store was gone at close: %s", members.name, gone)
+
+    def _close_backend(self, epoch: Epoch, *, force: bool) -> bool:
+        """Close a backend; True when its memory is certainly not touched any more. What it raises is logged."""
+        # An open rearrangement may have transfers in flight that nobody has stopped.
+        undrained = self._state.undrained or self._state.open is not None
+        try:
+            return epoch.close_backend(force=force, undrained=undrained)
+        except Exception as error:
+            logger.warning("%s: %s failed to close: %r", self._state.name, epoch.setup.info.name, error)
+            return False
+
+    def _give_landing_back(self, epoch: Epoch) -> bool:
+        """Release the slots, each guarded by what may still read it; False when the device cannot tell."""
+        try:
+            # A commit may have run on another stream than the caller's; one that failed, or was settled, left no event.
+            rest = epoch.setup.streams.mark()
+        except RuntimeError as error:
+            logger.warning("%s: the landing memory is kept, for the device failed: %s", self._state.name, error)
+            return False
+        epoch.landing.release(self._state.slot_events, rest)
+        return True
+
+    def _quarantine(self, epoch: Epoch, *, host_landing: bool, new_landing: bool) -> None:
+        keep_forever(epoch)
+        limit = epoch.setup.config.staging_layers
+        if self._quarantined >= limit:
+            problem = f"{self._quarantined} sets of landing memory are quarantined, as many as the limit allows"
+            raise TransferError("EPLB-T009", problem=problem, detail="Restart this process.")
+        if host_landing and not new_landing:
+            raise TransferError("EPLB-T009", problem="the host's landing= may still be written; give a new one")
+        self._quarantined += 1
+        self._state.quarantined_nbytes += epoch.landing.nbytes

@@ -1,0 +1,96 @@
+"""Leaving: in peace, with a goodbye that lets the store's host leave too, or at once, so that the neighbours notice."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+
+from eplb_core.backend.toolkit import Deadline
+from eplb_core.control.store import StoreGone
+from eplb_core.voting.meeting import post_key
+from eplb_core.voting.members import Members
+
+logger = logging.getLogger("eplb_core")
+
+
+def say_goodbye(members: Members, *, tidies: bool = False) -> None:
+    """Tell the ring and the store, if it is still there, that this rank leaves in peace; tidy up first if asked."""
+    if members.ring is not None:
+        members.ring.poll()
+    with suppress(StoreGone):
+        if not (tidies and tidy_up(members)):
+            for rank in members.dead:
+                members.client.set(members.key(f"dead/{rank}"), b"1")
+            members.client.set(members.key(f"bye/{members.rank}"), b"1")
+    if members.ring is not None:
+        members.ring.close(goodbye=True)
+
+
+def vanish(members: Members) -> None:
+    """Leave the ring without a goodbye, so that the neighbours count this rank out at once."""
+    with suppress(StoreGone):
+        members.client.set(members.key(f"bye/{members.rank}"), b"1")  # the store's host need not wait for it
+    if members.ring is not None:
+        members.ring.close(goodbye=False)
+
+
+def tidy_up(members: Members) -> bool:
+    """Delete what this rank left in the store, after an end at which every outcome was known to it.
+
+    Keys that others may still read are left to the last member that tidies up; where one is lost nobody is, and they
+    stay, for a rank that wakes late must find the outcomes.
+
+    Returns
+    -------
+    bool
+        True when all members had left, and nothing of this epoch is in the store any more.
+    """
+    client = members.client
+    client.delete(*client.own)
+    if client.add(members.key("left")) < len(members.members):
+        return False
+    goodbyes = [members.key(f"{word}/{rank}") for word in ("bye", "dead") for rank in members.members]
+    client.delete(*client.shared, *goodbyes)
+    return True
+
+
+def leave_epoch_behind(members: Members) -> None:
+    """Delete the keys of an epoch whose successor every present member has joined.
+
+    A member that was left out and wakes late finds nothing in its old votes, aborts them alone, and keeps its old rows:
+    what it then holds is what it says when it comes back.
+    """
+    client, prefix = members.client, f"{members.namespace}/"
+    old = [key for key in (*client.own, *client.shared) if key.startswith(prefix)]
+    client.delete(*old, *(members.key(f"{word}/{members.rank}") for word in ("bye", "dead")))
+
+
+def await_goodbyes(members: Members, timeout_s: float) -> None:
+    """Stay until every other member said goodbye or is known dead, at most `timeout_s`: the store lives here."""
+    client = members.client
+    deadline, pause_s = Deadline(timeout_s), 1e-3
+    waiting = {rank for rank in members.members if rank != members.rank} - set(members.dead)
+    while waiting and not deadline.over:
+        waiting = {
+            rank
+            for rank in waiting
+            if not any(client.exists(members.key(f"{word}/{rank}")) for word in ("bye", "dead"))
+        }
+        if waiting:
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.05)
+    if waiting:
+        logger.warning(
+            "%s: rank %d hosts the store and closes it although rank(s) %s said no goodbye within %.0f s",
+            members.name,
+            members.rank,
+            sorted(waiting),
+            timeout_s,
+        )
+
+
+def take_post_back(members: Members) -> None:
+    """Delete this rank's post: its number is free for whoever comes next."""
+    with suppress(StoreGone):
+        members.client.delete(post_key(members.rank))

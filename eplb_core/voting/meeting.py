@@ -1,0 +1,356 @@
+"""The meeting that begins every epoch: who takes part, by a roll of numbers that nobody has used before.
+
+What one life leaves in the store must never reach another: a job restarted on a store that outlives it, a rank that was
+left out and comes back, attempts of unequal number. So nothing here is counted; each attempt posts a fresh nonce.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eplb_core.control.process import ProcessIdentity
+from eplb_core.errors import EplbError, MetadataError, error_for
+from eplb_core.voting.operations import Get, Pause, Put, Refusal, Steps
+from eplb_core.voting.vote import Tally, Vote
+from eplb_core.wire.ballots import Ballot, Decision, decode_error, encode_error
+from eplb_core.wire.envelope import MessageScope
+
+_LIMIT_NBYTES = 1 << 20
+VOID = "void"
+"""In the content of a decision: the roll is void, and its members meet again."""
+
+
+@dataclass(frozen=True)
+class Post:
+    """What a rank posts when it comes to a meeting.
+
+    Parameters
+    ----------
+    nonce : str
+        Of this attempt alone.
+    members : tuple of int
+        Whom its host told it to meet.
+    epoch : int
+        The last it took part in; 0 is none.
+    process : ProcessIdentity
+        Who posts.
+    refusal : EplbError or None
+        It cannot take part, for this reason.
+    """
+
+    nonce: str
+    members: tuple[int, ...]
+    epoch: int
+    process: ProcessIdentity
+    refusal: EplbError | None = None
+
+    def to_bytes(self) -> bytes:
+        """Encode it."""
+        document = {
+            "nonce": self.nonce,
+            "members": self.members,
+            "epoch": self.epoch,
+            "process": self.process.to_json(),
+            "refusal": encode_error(self.refusal) if self.refusal else None,
+        }
+        return json.dumps(document).encode()
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> Post:
+        """Decode what `to_bytes` made."""
+        data = json.loads(body)
+        refusal = decode_error(data["refusal"]) if data["refusal"] else None
+        members = tuple(int(rank) for rank in data["members"])
+        process = ProcessIdentity.from_json(data["process"])
+        return cls(str(data["nonce"]), members, int(data["epoch"]), process, refusal)
+
+
+@dataclass(frozen=True)
+class Roll:
+    """Who meets: each member by the nonce that it posted.
+
+    Parameters
+    ----------
+    nonces : mapping of int to str
+        By rank.
+    epoch : int
+        Number of the epoch that begins, higher than any that a member knows.
+    """
+
+    nonces: Mapping[int, str]
+    epoch: int
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks, ascending."""
+        return tuple(sorted(self.nonces))
+
+    @property
+    def namespace(self) -> str:
+        """Where the votes of this epoch are: follows from all nonces, so no other life has ever used it."""
+        text = json.dumps([self.epoch, sorted(self.nonces.items())])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """Encode it."""
+        return json.dumps([self.epoch, sorted(self.nonces.items())]).encode()
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> Roll:
+        """Decode what `to_bytes` made."""
+        epoch, nonces = json.loads(body)
+        return cls({int(rank): str(nonce) for rank, nonce in nonces}, int(epoch))
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How a rank votes on a roll that holds it.
+
+    Parameters
+    ----------
+    vote : Vote
+        In the roll's namespace.
+    ballot : Ballot
+        This rank's.
+    tally : callable
+        From all ballots to the decision.
+    """
+
+    vote: Vote
+    ballot: Ballot
+    tally: Tally
+
+
+@dataclass(eq=False)
+class Meeting:
+    """One rank's coming to a meeting.
+
+    The lowest member gathers the posts and publishes the roll. A rank enters only a roll that holds the nonce it has
+    posted now, and votes on it in the namespace that follows from all nonces. A roll of which a nonce has been replaced
+    is void: whoever sees it aborts its vote, and all meet again, each until its own limit.
+
+    Parameters
+    ----------
+    name : str
+        Communicator.
+    rank : int
+        This rank.
+    members : tuple of int
+        Whom to meet, ascending, this rank among them.
+    epoch : int
+        The last epoch this rank took part in.
+    process : ProcessIdentity
+        This rank's.
+    private : bool
+        Was the store made for this group? Then nothing in it is older than the group.
+    fresh : callable
+        Makes a nonce.
+    """
+
+    name: str
+    rank: int
+    members: tuple[int, ...]
+    epoch: int
+    process: ProcessIdentity
+    private: bool = False
+    fresh: Callable[[], str] = field(default=lambda: secrets.token_hex(16))
+    waiting_for: dict[int, str] = field(default_factory=dict, init=False)
+    """Members that are not there yet, and what is known of them."""
+    stalled: EplbError | None = field(default=None, init=False)
+    """The time-out with which another member left the last roll."""
+
+    # --- the protocol ------------------------------------------------------------------------------------------------
+
+    def attending(self, join: Callable[[Roll], Joining]) -> Steps[tuple[Roll, Decision]]:
+        """Meet; steps that end with a roll on which every member has voted, and the decision.
+
+        Parameters
+        ----------
+        join : callable
+            From a roll that holds this rank to how it votes on it.
+
+        Raises
+        ------
+        EplbError
+            A member refuses or does not fit, or (from the pause) the limit is over.
+        TransferError
+            Another process is this rank (EPLB-T015).
+        """
+        while True:
+            yield from self._looking_for_another()
+            nonce = self.fresh()
+            yield self._put(Post(nonce, self.members, self.epoch, self.process))
+            roll = yield from (self._gathering(nonce) if self.rank == self.members[0] else self._entering(nonce))
+            joining = join(roll)
+            yield from joining.vote.casting(joining.ballot, joining.tally)
+            decision = yield from self._awaiting(joining.vote, roll)
+            if decision.commit:
+                return roll, decision
+            error = decision.error or error_for("EPLB-M006", rank=decision.by, reason="no reason given")
+            if error.code == "EPLB-T002" and decision.by != self.rank:
+                self.stalled = error
+            elif not decision.content.get(VOID):
+                raise error
+
+    def refusing(self, error: EplbError) -> Steps[None]:
+        """Tell the others why this rank cannot take part, and wait until all have read it, or the pause says enough."""
+        yield from self._looking_for_another()
+        nonce = self.fresh()
+        yield self._put(Post(nonce, self.members, self.epoch, self.process, error))
+        while True:
+            values = yield Get(tuple(self._read_key(nonce, rank) for rank in self.members if rank != self.rank))
+            if all(values) or (yield Pause()) is not None:
+                return
+
+    def _gathering(self, nonce: str) -> Steps[Roll]:
+        """Steps of the lowest member: gather the posts, publish the roll."""
+        while True:
+            values = yield Get((self._roll_key, *(post_key(rank) for rank in self.members)))
+            known = self._roll(values[0])
+            posts = dict(zip(self.members, map(self._post, self.members, values[1:]), strict=True))
+            self._stay_this_rank(posts[self.rank], nonce)
+            yield from self._heeding(posts)
+            used = known.nonces if known is not None else {}
+            self.waiting_for = {
+                rank: why for rank, post in posts.items() if (why := self._why_not_there(rank, post, used)) is not None
+            }
+            if not self.waiting_for:
+                there = {rank: post for rank, post in posts.items() if post is not None}
+                epoch = 1 + max(known.epoch if known else 0, *(post.epoch for post in there.values()))
+                roll = Roll({rank: post.nonce for rank, post in there.items()}, epoch)
+                yield Put(self._roll_key, self._scope(self.members[0]).seal("roll", roll.to_bytes()))
+                return roll
+            yield from self._pausing()
+
+    def _entering(self, nonce: str) -> Steps[Roll]:
+        """Steps of every other member: wait for a roll that holds this attempt's nonce."""
+        leader = self.members[0]
+        while True:
+            values = yield Get((self._roll_key, post_key(self.rank), post_key(leader)))
+            self._stay_this_rank(self._post(self.rank, values[1]), nonce)
+            roll = self._roll(values[0])
+            if roll is not None and roll.members == self.members and roll.nonces[self.rank] == nonce:
+                self.waiting_for = {}
+                return roll
+            post = self._post(leader, values[2])
+            yield from self._heeding({leader: post})
+            why = self._why_not_there(leader, post, roll.nonces if roll is not None else {})
+            self.waiting_for = {leader: why or "its roll of all members"}
+            yield from self._pausing()
+
+    def _awaiting(self, vote: Vote, roll: Roll) -> Steps[Decision]:
+        """Steps from the ballot to the decision; a roll of which a nonce was replaced is aborted."""
+        # The lowest member looks at all, the others at it: were each to look at all, a meeting would cost N x N.
+        seen = roll.members if self.rank == roll.members[0] else (roll.members[0], self.rank)
+        while True:
+            decision = yield from vote.polling()
+            if decision is not None:
+                return decision
+            posts = yield Get(tuple(post_key(rank) for rank in seen))
+            for rank, value in zip(seen, posts, strict=True):
+                post = self._post(rank, value)
+                if post is None or post.nonce != roll.nonces[rank]:
+                    error = error_for("EPLB-M006", rank=rank, reason="it came anew while the others were meeting")
+                    return (yield from vote.aborting(error, content={VOID: True}))
+            refusal: Refusal | None = yield Pause()
+            if refusal is not None:
+                self.waiting_for = {}
+                return (yield from vote.aborting(refusal.error, fatal=refusal.fatal))
+
+    def _pausing(self) -> Steps[None]:
+        refusal: Refusal | None = yield Pause()
+        if refusal is not None:
+            raise refusal.error
+
+    def _looking_for_another(self) -> Steps[None]:
+        """Steps that make sure that no other process is this rank."""
+        (value,) = yield Get((post_key(self.rank),))
+        post = self._post(self.rank, value)
+        if post is not None and post.process != self.process and post.process.in_use():
+            raise self._another(post)
+
+    def _heeding(self, posts: Mapping[int, Post | None]) -> Steps[None]:
+        """Steps that raise the refusal of a member, when it is one of this life."""
+        for post in posts.values():
+            if post is None or post.refusal is None:
+                continue
+            # Its process may have ended long ago; then it is told at the limit, if nobody has come in its place.
+            if self.private or post.process.in_use() is not False:
+                yield Put(self._read_key(post.nonce, self.rank), b"1")
+                raise post.refusal
+
+    # --- what is posted ----------------------------------------------------------------------------------------------
+
+    def _why_not_there(self, rank: int, post: Post | None, used: Mapping[int, str]) -> str | None:
+        if post is None:
+            return ""
+        if post.refusal is not None:
+            return f"which left saying: {post.refusal}"
+        if used.get(rank) == post.nonce:  # a roll's nonces never meet again, whatever became of it
+            return ""
+        if post.members != self.members:
+            return f"which was told to meet ranks {list(post.members)}, not {list(self.members)}"
+        return None
+
+    def _stay_this_rank(self, post: Post | None, nonce: str) -> None:
+        if post is not None and post.nonce != nonce:
+            raise self._another(post)
+
+    def _another(self, post: Post) -> EplbError:
+        return error_for("EPLB-T015", process=post.process, rank=self.rank, name=self.name)
+
+    def _put(self, post: Post) -> Put:
+        return Put(post_key(self.rank), self._scope(self.rank).seal("post", post.to_bytes()))
+
+    def _post(self, rank: int, value: bytes | None) -> Post | None:
+        return None if value is None else _read(Post.from_bytes, self._scope(rank), value, "post")
+
+    def _roll(self, value: bytes | None) -> Roll | None:
+        return None if value is None else _read(Roll.from_bytes, self._scope(self.members[0]), value, "roll")
+
+    def _scope(self, rank: int) -> MessageScope:
+        return MessageScope(self.name, rank, 0, 0)
+
+    @property
+    def _roll_key(self) -> str:
+        return f"meet/roll/{self.members[0]}"
+
+    @staticmethod
+    def _read_key(nonce: str, rank: int) -> str:
+        return f"meet/read/{nonce}/{rank}"
+
+
+def post_key(rank: int) -> str:
+    """Return the key of a rank's post."""
+    return f"meet/post/{rank}"
+
+
+def _read(decode: Callable[[bytes], Any], scope: MessageScope, value: bytes, kind: str) -> Any:
+    """Decode what stands in a key; what is damaged, or another release's, counts as nothing: its writer writes anew."""
+    try:
+        return decode(scope.unseal(value, kind, _LIMIT_NBYTES))
+    except (MetadataError, KeyError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def all_agree(rank: int) -> Callable[[Mapping[int, Ballot]], Decision]:
+    """Return the tally that commits when every ballot says so, else aborts with the reason of the lowest rank."""
+
+    def tally(ballots: Mapping[int, Ballot]) -> Decision:
+        for voter in sorted(ballots):
+            if not ballots[voter].ok:
+                return Decision(False, voter, ballots[voter].error)
+        return Decision(True, rank)
+
+    return tally
+
+
+def whom(waiting_for: Mapping[int, str], members: Sequence[int]) -> str:
+    """Say whom a meeting waits for."""
+    texts = [f"rank {rank} {why}".strip() for rank, why in sorted(waiting_for.items())]
+    return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "") or f"ranks {list(members)}"

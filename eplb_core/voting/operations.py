@@ -1,0 +1,137 @@
+"""Store operations, as protocols ask for them: a protocol is a generator of these, and whoever drives it does them.
+
+So the very code that decides in production runs in tests over every order of operations, with crashes in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from eplb_core.control.store import StoreClient
+    from eplb_core.errors import EplbError
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Put:
+    """Set a key; the answer is None."""
+
+    key: str
+    value: bytes
+
+    def on(self, client: StoreClient) -> None:
+        """Do it."""
+        client.set(self.key, self.value)
+
+
+@dataclass(frozen=True)
+class Get:
+    """Read keys; the answer is their values, None for those that are not there."""
+
+    keys: tuple[str, ...]
+
+    def on(self, client: StoreClient) -> list[bytes | None]:
+        """Do it, in two round trips when all are there."""
+        if len(self.keys) == 1:
+            return [client.read(self.keys[0])]
+        if client.exists(*self.keys):
+            return list(client.read_many(list(self.keys)))
+        return [client.read(key) for key in self.keys]
+
+
+@dataclass(frozen=True)
+class Count:
+    """Count one up at a key; the answer is the count. Never repeated."""
+
+    key: str
+
+    def on(self, client: StoreClient) -> int:
+        """Do it."""
+        return client.add(self.key)
+
+
+@dataclass(frozen=True)
+class PutFirst:
+    """Set a key unless it is set; the answer is the value that stands there."""
+
+    key: str
+    value: bytes
+
+    def on(self, client: StoreClient) -> bytes:
+        """Do it."""
+        return client.put_first(self.key, self.value)
+
+
+@dataclass(frozen=True)
+class Delete:
+    """Delete keys; the answer is None."""
+
+    keys: tuple[str, ...]
+
+    def on(self, client: StoreClient) -> None:
+        """Do it."""
+        client.delete(*self.keys)
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Nothing is there yet; the answer is None, or the `Refusal` with which to give up."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a protocol should give up waiting.
+
+    Parameters
+    ----------
+    error : EplbError
+        For the other members, and to raise.
+    fatal : bool
+        Peers are involved that will not answer again.
+    """
+
+    error: EplbError
+    fatal: bool = True
+
+
+Operation = Put | Get | Count | PutFirst | Delete | Pause
+Steps = Generator[Operation, Any, R]
+
+
+def perform(steps: Steps[R], client: StoreClient, pause: Callable[[], Refusal | None] | None = None) -> R:
+    """Drive a protocol on a store.
+
+    Parameters
+    ----------
+    steps : generator of Operation
+        The protocol.
+    client : StoreClient
+        Where its keys are.
+    pause : callable or None
+        Called for each `Pause`: waits a little, and says why to give up, if so.
+
+    Returns
+    -------
+    object
+        What the protocol returns.
+
+    Raises
+    ------
+    StoreGone
+        The store did not answer.
+    """
+    answer: Any = None
+    while True:
+        try:
+            operation = steps.send(answer)
+        except StopIteration as done:
+            result: R = done.value
+            return result
+        if not isinstance(operation, Pause):
+            answer = operation.on(client)
+        else:
+            answer = pause() if pause is not None else None

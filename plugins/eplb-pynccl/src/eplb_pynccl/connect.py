@@ -1,0 +1,101 @@
+"""Connecting: one NCCL communicator of all members, then each new pair, which proves who is behind a rank of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from eplb_core.backend import BackendContext
+from eplb_core.backend.toolkit import Wait, rounds_of_pairs
+from eplb_core.errors import error_for
+from eplb_pynccl.binding import Binding
+from eplb_pynccl.connection import Batch, Connection, Operation
+from eplb_pynccl.metadata import NONCE_NBYTES, Member, await_unique_id, withdraw
+from eplb_pynccl.streams import OperationStream
+
+WHERE = "phase connect"
+
+
+def join(
+    binding: Binding,
+    stream: OperationStream,
+    context: BackendContext,
+    unique_id: bytes | None,
+    members: Mapping[int, Member],
+    wait: Wait,
+) -> Connection:
+    """Make the communicator, with every member.
+
+    Parameters
+    ----------
+    binding, stream : Binding, OperationStream
+        NCCL, and what its operations are queued on.
+    context : BackendContext
+        Who the members are.
+    unique_id : bytes or None
+        Made by this rank, if it is the lowest member; None waits for what that one published.
+    members : mapping of int to Member
+        What the peers' metadata says; the lowest member need not be among them.
+    wait : Wait
+        Limit.
+
+    Raises
+    ------
+    NcclError
+        NCCL refused.
+    MetadataError, StalledError, StoreLostError, TransferError
+        The unique id is not the one that was announced or cannot be had; a member does not come.
+    """
+    shares = unique_id is not None
+    lowest = context.members[0]
+    if unique_id is None:
+        unique_id = await_unique_id(context.store, lowest, wait)
+        announced = members.get(lowest)
+        if announced is not None and announced.unique_id != unique_id:
+            problem = "the unique id in its metadata is not the one it published"
+            raise error_for("EPLB-M005", peer=lowest, problem=problem)
+    with stream.copy_order():
+        connection = Connection(binding, stream, context, unique_id=unique_id, expected=members, wait=wait)
+    if shares:
+        withdraw(context.store)
+    return connection
+
+
+def greet(
+    connection: Connection,
+    stream: OperationStream,
+    context: BackendContext,
+    own_nonce: bytes,
+    members: Mapping[int, Member],
+    wait: Wait,
+) -> None:
+    """Exchange nonces with peers that are new.
+
+    Raises
+    ------
+    NcclError
+        NCCL failed.
+    StalledError, TransferError
+        A peer does not come.
+    MetadataError
+        EPLB-M005: another process is behind a peer's rank of the communicator.
+    """
+    place = {rank: number for number, rank in enumerate(context.members)}
+    with stream.copy_order():
+        mine = torch.frombuffer(bytearray(own_nonce), dtype=torch.uint8).to(context.device)
+        heard = {rank: torch.zeros_like(mine) for rank in members}
+    batches = []
+    rounds = rounds_of_pairs(
+        context.members, context.rank, members, peers_per_round=max(1, context.max_ops_per_batch // 2)
+    )
+    for ranks in rounds:
+        receives = [Operation(rank, place[rank], False, heard[rank].data_ptr(), NONCE_NBYTES) for rank in ranks]
+        sends = [Operation(rank, place[rank], True, mine.data_ptr(), NONCE_NBYTES) for rank in ranks]
+        batches.append(Batch([*receives, *sends]))
+    connection.enqueue(batches)
+    connection.finish(batches, wait)
+    for rank, member in members.items():
+        if bytes(heard[rank].cpu().numpy()) != member.nonce:
+            problem = f"rank {place[rank]} of the communicator is not the process that is rank {rank} here"
+            raise error_for("EPLB-M005", peer=rank, problem=problem)
