@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from eplb_core.errors import ConfigError
 from eplb_core.testing.model import shuffles
 from eplb_core.testing.ranks import Rank, Ranks, run_ranks
@@ -143,42 +145,56 @@ def in_one_of_two_groups(rank: Rank, backend: str):
     group = rank.rank // 2
     if group == 1:
         rank.listen()
-    life = Life(rank, backend, maps[0], number=rank.rank % 2, world_size=2, version=group, timeout_s=1.5)
+    life = Life(rank, backend, maps[0], number=rank.rank % 2, world_size=2, version=group, timeout_s=4.0)
     life.rearrange("first", maps[1])
     rank.tell("first")
-    for step, wanted in (("second", maps[2]), ("third", maps[3])):
-        rank.listen()
-        life.rearrange(step, wanted)
-        rank.tell(step)
+    rank.listen()
+    life.rearrange("second", maps[2])
+    rank.tell("second")
     rank.listen()
     life.do("rebuild", life.comm.rebuild, LIMIT_S)
-    life.rearrange("after it", maps[0])
+    life.rearrange("third", maps[3])
+    rank.tell("third")
     return life.end()
+
+
+def run_two_groups(backend: BackendCase, at_once: bool):
+    """The second group starts when the first is connected, one rank after the other; both go on, and rebuild."""
+    groups = ((0, 1), (2, 3))
+    with Ranks(4, in_one_of_two_groups, backend.name, env=backend.env) as ranks:
+        assert [ranks.hear(number, 30) for number in groups[0]] == ["first"] * 2
+        ranks.tell(2, "start")
+        alone = heard_within(ranks, 2, ALONE_S)
+        ranks.tell(3, "start")
+        assert [ranks.hear(number, 30) for number in ((3,) if alone else (2, 3))] == ["first"] * (1 if alone else 2)
+        for number in range(4):
+            ranks.tell(number, "go on")
+        assert [ranks.hear(number, 30) for number in range(4)] == ["second"] * 4
+        for group in (range(4),) if at_once else groups:
+            for number in group:
+                ranks.tell(number, "rebuild")
+            assert [ranks.hear(number, 30) for number in group] == ["third"] * len(group)
+        stories = ranks.values(40)
+    same_bytes_as_claimed(*stories)
+    assert all(step.went_well or step.refused for story in stories for step in story)
+    for group in groups:  # whole or not at all
+        for steps in zip(*(stories[number] for number in group), strict=True):
+            assert len({step.went_well for step in steps}) == 1, steps
+    assert alone is None
+    return stories
 
 
 @over_gloo_and_nixl
 def test_two_groups_over_one_store_never_get_each_others_weights(backend: BackendCase) -> None:
     """Row 18."""
-    groups = ((0, 1), (2, 3))
-    with Ranks(4, in_one_of_two_groups, backend.name, env=backend.env) as ranks:
-        assert [ranks.hear(number, 30) for number in groups[0]] == ["first"] * 2
-        for number in groups[1]:
-            ranks.tell(number, "start")
-        assert [ranks.hear(number, 30) for number in groups[1]] == ["first"] * 2
-        for step in ("second", "third"):
-            for group in groups:
-                for number in group:
-                    ranks.tell(number, "go on")
-            assert [ranks.hear(number, 30) for number in range(4)] == [step] * 4
-        for number in range(4):
-            ranks.tell(number, "rebuild")
-        stories = ranks.values(40)
-    same_bytes_as_claimed(*stories)
-    assert all(step.went_well or step.refused for story in stories for step in story)
+    stories = run_two_groups(backend, at_once=False)
     all_went_well(at("first", *stories[:2]))
-    for group in groups:  # whole or not at all
-        for steps in zip(*(stories[number] for number in group), strict=True):
-            assert len({step.went_well for step in steps}) == 1, steps
+
+
+@over_gloo_and_nixl
+def test_two_groups_that_rebuild_at_once_never_get_each_others_weights(backend: BackendCase) -> None:
+    """Row 18: each of the four knows from its connections with whom it was."""
+    run_two_groups(backend, at_once=True)
 
 
 def twice_the_same_rank(rank: Rank, backend: str):
@@ -187,32 +203,30 @@ def twice_the_same_rank(rank: Rank, backend: str):
     twin = rank.rank == 2
     if twin:
         rank.listen()
-    life = Life(
-        rank, backend, maps[0], number=min(rank.rank, 1), world_size=2, version=int(twin), timeout_s=1.5
-    )
+    life = Life(rank, backend, maps[0], number=min(rank.rank, 1), world_size=2, version=int(twin), timeout_s=1.5)
     life.rearrange("first", maps[1])
     rank.tell("first")
     if not twin:
-        rank.listen()
-        life.rearrange("second", maps[2])
-        rank.tell("second")
-        rank.listen()
-        life.rearrange("third", maps[3])
+        for step, wanted in (("second", maps[2]), ("third", maps[3])):
+            rank.listen()
+            life.rearrange(step, wanted)
+            rank.tell(step)
     return life.end()
 
 
 @over_gloo_and_nixl
-def test_a_second_process_of_one_rank_is_refused_and_the_first_goes_on(backend: BackendCase) -> None:
+@pytest.mark.parametrize("others", ["idle", "busy"])
+def test_a_second_process_of_one_rank_is_refused_and_the_first_goes_on(backend: BackendCase, others: str) -> None:
     """Row 18."""
     with Ranks(3, twice_the_same_rank, backend.name, env=backend.env) as ranks:
         assert [ranks.hear(number, 30) for number in (0, 1)] == ["first"] * 2
         ranks.tell(2, "start")
-        for number in (0, 1):
-            ranks.tell(number, "go on")
-        assert [ranks.hear(number, 30) for number in (0, 1)] == ["second"] * 2
-        assert ranks.hear(2, 30) == "first"
-        for number in (0, 1):
-            ranks.tell(number, "go on")
+        if others == "idle":
+            assert ranks.hear(2, 30) == "first"
+        for step in ("second", "third"):
+            for number in (0, 1):
+                ranks.tell(number, "go on")
+            assert [ranks.hear(number, 30) for number in (0, 1)] == [step] * 2
         stories = ranks.values(40)
     same_bytes_as_claimed(*stories)
     all_refused(at("first", stories[2]))
@@ -231,16 +245,23 @@ def two_of_one_rank_rebuild(rank: Rank):
     rank.tell("ready")
     rank.listen()
     life.do("rebuild", life.comm.rebuild, 2.0)
+    rank.tell("tried")
+    rank.listen()
     life.do("go on", life.comm.rearrange, maps[1], maps[2])
     return life.end()
 
 
-def test_of_two_processes_that_are_one_rank_at_most_one_takes_part_in_a_rebuild() -> None:
+@pytest.mark.parametrize("order", [((0, 1), (2,)), ((0, 1, 2),)], ids=["after the others", "at once"])
+def test_of_two_processes_that_are_one_rank_at_most_one_takes_part_in_a_rebuild(order) -> None:
     """Row 18."""
     with Ranks(3, two_of_one_rank_rebuild) as ranks:
         assert [ranks.hear(number, 30) for number in range(3)] == ["ready"] * 3
-        for number in range(3):
-            ranks.tell(number, "rebuild")
+        for together in order:
+            for number in together:
+                ranks.tell(number, "rebuild")
+            assert [ranks.hear(number, 30) for number in together] == ["tried"] * len(together)
+        for number in (2, 0, 1):
+            ranks.tell(number, "go on")
         stories = ranks.values(40)
     same_bytes_as_claimed(*stories)
     for name in ("rebuild", "go on"):
