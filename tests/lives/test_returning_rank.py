@@ -59,7 +59,7 @@ def one_is_left_out(rank: Rank, backend: str):
     met = life.do("all rebuild", life.comm.rebuild, LIMIT_S, ranks=[0, 1, 2]).went_well
     rank.tell(met)
     truth = rank.listen()  # each rank's columns as that rank claims them
-    life.do("hosts compare", lambda: life.comm.reloaded(truth))
+    life.reloaded("hosts compare", truth)
     if not met:
         life.do("all rebuild again", life.comm.rebuild, LIMIT_S, ranks=[0, 1, 2])
     life.do("go on together", life.comm.rearrange, truth, reversed_within(truth, [0, 1, 2]))

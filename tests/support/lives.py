@@ -195,6 +195,10 @@ class Life:
         """Rearrange from what holds."""
         return self.do(name, self.comm.rearrange, self.held, wanted)
 
+    def reloaded(self, name: str, mapping: Map) -> Step:
+        """Say that the host wrote the weights anew."""
+        return self.do(name, lambda: self.comm.reloaded(mapping))
+
     def end(self) -> list[Step]:
         """Leave at once, and return the story."""
         self.comm.close(force=True)
