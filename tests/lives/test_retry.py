@@ -242,9 +242,8 @@ def test_a_decided_layer_stays_with_the_host_when_the_next_one_fails(backend: Ba
         assert (step.committed, step.decided) == ((0,), ())
         assert step.placement == [maps[2][0].tolist(), *maps[1][1:].tolist()]
     all_refused(at("commit 0 twice", *stories))
-    last = {story[-1].name for story in stories}
-    assert len(last) == 1
-    all_went_well(at(last.pop(), *stories))
+    rebuilt = any(step.name == "rebuild" for story in stories for step in story)
+    all_went_well(at("go on after it" if rebuilt else "go on", *stories))
 
 
 def rebuilds_with_a_decided_layer(rank: Rank):

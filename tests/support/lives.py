@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ LAYERS = [[512, 16]] * 3
 NUM_ROWS = 4
 AT_ONCE_S = 3.0
 """By when a failure elsewhere is known, whatever `timeout_s` is."""
+
+_LINGERING = Path(__file__).parents[1] / "data" / "lingering"
 
 
 def _nixl_why_not() -> str | None:
@@ -201,7 +205,7 @@ class Life:
 
     def end(self) -> list[Step]:
         """Leave at once, and return the story."""
-        self.comm.close(force=True)
+        self.do("leave", self.comm.close, force=True)
         return self.steps
 
 
@@ -212,6 +216,14 @@ def control_plane(rank: Rank, number: int | None = None, world_size: int | None 
         rank=rank.rank if number is None else number,
         world_size=rank.world_size if world_size is None else world_size,
     )
+
+
+def use_lingering_backend() -> type:
+    """Let this rank, and it alone, discover the backend that cannot stop what it has begun; return its class."""
+    sys.path.append(str(_LINGERING))
+    from eplb_lingering.backend import Lingering
+
+    return Lingering
 
 
 def same_bytes_as_claimed(*stories: Iterable[Step]) -> None:
