@@ -157,7 +157,8 @@ class Life:
         if control is None:
             control = control_plane(rank, self.number, world_size)
         config = case_config(backend, timeout_s=timeout_s)
-        self.comm = eplb.Communicator(config, model.weights, control, options=case_options(), **keywords)
+        weights = [list(layer) for layer in model.weights]
+        self.comm = eplb.Communicator(config, weights, control, options=case_options(), **keywords)
 
     @property
     def held(self) -> Map:
