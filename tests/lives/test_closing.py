@@ -1,4 +1,4 @@
-"""The end of a communicator: closed in the middle of something, forked, dropped; what is kept and what is given back."""
+"""The end of a communicator: closed in the middle of something, forked, dropped; and what is kept or given back."""
 
 from __future__ import annotations
 

@@ -96,7 +96,9 @@ def repeats_the_call(rank: Rank, backend: str, generation: int):
 
 @over_every_transport
 @pytest.mark.parametrize("generation", [1, 2])
-def test_the_same_call_after_a_partial_commit_is_an_error_that_names_the_layer(backend: BackendCase, generation) -> None:
+def test_the_same_call_after_a_partial_commit_is_an_error_that_names_the_layer(
+    backend: BackendCase, generation
+) -> None:
     """Row 4."""
     stories = run_ranks(2, repeats_the_call, backend.name, generation, env=backend.env)
     assert all(step.committed == (0, 1) for step in at("refused", *stories))
