@@ -22,7 +22,7 @@ from tests.support.lives import (
     same_bytes_as_claimed,
 )
 
-LIMIT_S = 4.0
+LIMIT_S = 6.0
 FOUR_LAYERS = [[512, 16]] * 4
 
 

@@ -28,7 +28,7 @@ from tests.support.lives import (
     store_at,
 )
 
-LIMIT_S = 4.0
+LIMIT_S = 6.0
 
 
 def reversed_within(mapping: Map, members: list[int]) -> Map:
@@ -46,7 +46,8 @@ def one_is_left_out(rank: Rank, backend: str):
     """Rank 2 is stopped in the wait of layer 1; the others rebuild without it and rearrange; then it wakes."""
     maps = shuffles(3, 3, 3, NUM_ROWS)
     observers = [FaultInjector("wait", "stop", generation=2, layer=1)] if rank.rank == 2 else []
-    life = Life(rank, backend, maps[0], timeout_s=1.0, observers=observers)
+    life = Life(rank, backend, maps[0], timeout_s=1.5, observers=observers)
+    life.connect()
     life.rearrange("first", maps[1])
     life.rearrange("one stops", maps[2])
     if rank.rank != 2:
@@ -182,6 +183,7 @@ def in_doubt_and_told_other_members(rank: Rank):
         control = eplb.ControlPlane.from_store(store_at(proxy.port), rank=rank.rank, world_size=rank.world_size)
     observers = [LosesTheStore(rank, proxy)]
     life = Life(rank, "torch_gloo", maps[0], control=control, timeout_s=1.5, observers=observers)
+    life.connect()
     life.rearrange("first", maps[1])
     life.rearrange("store lost", maps[2])
     rank.tell("failed")

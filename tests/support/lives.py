@@ -144,7 +144,7 @@ class Life:
         model: Model | None = None,
         layers: Sequence[Sequence[int]] = LAYERS,
         version: int = 0,
-        timeout_s: float = 5.0,
+        timeout_s: float = 10.0,
         **keywords: Any,
     ) -> None:
         self.number = rank.rank if number is None else number
@@ -195,6 +195,10 @@ class Life:
         )
         self.steps.append(step)
         return step
+
+    def connect(self) -> None:
+        """Connect at leisure, for stories whose limits are short: processes start at different moments."""
+        self.comm.connect(30.0)
 
     def rearrange(self, name: str, wanted: Map) -> Step:
         """Rearrange from what holds."""
