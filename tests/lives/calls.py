@@ -9,6 +9,8 @@ from tests.lives.worlds import Map
 
 Outcome = Literal["ok", "error", "interrupted", "untyped"]
 
+COLLECTIVE = ("rearrange", "begin", "stage", "commit", "end", "connect", "rebuild")
+
 
 @dataclass
 class Call:
@@ -70,6 +72,11 @@ class Call:
         return self.outcome == "ok"
 
     @property
+    def collective(self) -> bool:
+        """It is one that members make together, or a part of one."""
+        return self.name.startswith(COLLECTIVE)
+
+    @property
     def whole(self) -> bool:
         """A rearrangement came to its end."""
         return self.ok and self.name in ("rearrange", "end")
@@ -78,6 +85,11 @@ class Call:
     def seconds(self) -> float:
         """How long it took, stops included."""
         return self.ended_s - self.began_s
+
+    @property
+    def starved(self) -> bool:
+        """So many others wanted the cores that a limit may have run out for no other reason."""
+        return self.starved_s > max(0.1, 0.2 * self.seconds)
 
     def __str__(self) -> str:
         text = f"{self.name} " + (self.outcome if not self.code else self.code) + f" in {self.seconds:.2f} s"

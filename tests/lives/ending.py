@@ -14,6 +14,7 @@ from tests.lives.worlds import first_map
 _LIMIT_S = 3.0
 _BUDGET_S = 7.0
 _TRIES = 3
+_MORE_WHEN_STARVED = 3
 
 
 def come_to_an_end(steps: Steps) -> None:
@@ -74,6 +75,7 @@ def _replace(steps: Steps, process: RankProcess) -> None:
 
 def _meet(steps: Steps) -> bool:
     """Rebuild until all living ranks have met, within a time that is ample."""
+    rounds = 1
     while True:
         actors = [each for each in steps.play.living() if each.built]
         ranks = [each.rank for each in actors]
@@ -92,6 +94,9 @@ def _meet(steps: Steps) -> bool:
         if steps.health == "ok":
             return True
         used_up = [process for process, call in lasts.items() if call.code == "EPLB-T009" and call.quarantined_nbytes]
+        if not used_up and rounds < _MORE_WHEN_STARVED and any(call.starved for call in lasts.values()):
+            rounds += 1
+            continue
         if not used_up:
             text = "".join(f"\n  {process.label}: {call}" for process, call in lasts.items())
             steps.play.find(Finding(Kind.NEVER_MET, "end", text))
@@ -101,13 +106,16 @@ def _meet(steps: Steps) -> bool:
 
 
 def _move(steps: Steps) -> None:
-    for number in range(_TRIES):
-        actors = steps.actors()
-        if steps.rearrange_with(actors, accident=Accident(f"try {number + 1}")):
+    """Rearrange, where need be after another rebuild: on busy cores a wait may run out that has no other reason."""
+    tries = number = 0
+    while tries < _TRIES and number < _TRIES + _MORE_WHEN_STARVED:
+        number += 1
+        if steps.rearrange_with(steps.actors(), accident=Accident(f"try {number}")):
             return
-        if number + 1 < _TRIES and not _meet(steps):
+        tries += not steps.play.starved
+        if not _meet(steps):
             return
-    steps.play.find(Finding(Kind.NEVER_MOVED, "end", f"{_TRIES} tries, with a rebuild between"))
+    steps.play.find(Finding(Kind.NEVER_MOVED, "end", f"{number} tries, each after a rebuild"))
 
 
 def _close(steps: Steps) -> None:

@@ -153,6 +153,7 @@ class Job:
         self,
         actors: list[RankProcess],
         *,
+        members: list[int] | None = None,
         maps: tuple[Map, Map] | None = None,
         accident: Accident | None = None,
         layered: Mapping[RankProcess, dict[str, object]] | None = None,
@@ -163,6 +164,8 @@ class Job:
         ----------
         actors : list of RankProcess
             Who, by rank.
+        members : list of int or None
+            With whom they believe to be; None is `members`.
         maps : (Map, Map) or None
             From, to, of a call that is repeated; None goes on from what each rank holds to a placement that is drawn.
         accident : Accident or None
@@ -177,7 +180,9 @@ class Job:
         """
         if not actors:
             return False
-        rng, before, accident, shape = self.rng, self.health, accident or Accident(), layered or {}
+        rng, before, shape = self.rng, self.health, layered or {}
+        accident = Accident() if accident is None else accident
+        members = self.members if members is None else members
         helds = [each.held for each in actors if each.held is not None]
         held = helds[0]
         synced = (
@@ -185,10 +190,10 @@ class Job:
             and len({each.cohort for each in actors}) == 1
             and not any(each.invalid or each.version != self.version for each in actors)
         )
-        new = next_map(self.world, held, self.members, rng) if maps is None else maps[1]
+        new = next_map(self.world, held, members, rng) if maps is None else maps[1]
         news = {each.rank: new for each in actors}
         if accident.other_map is not None:
-            news[accident.other_map.rank] = next_map(self.world, held, self.members, rng)
+            news[accident.other_map.rank] = next_map(self.world, held, members, rng)
         commands = {}
         for process in actors:
             old = maps[0] if maps is not None else process.held
@@ -203,9 +208,6 @@ class Job:
         together = Together(self.play.step, news) if synced else None
         done = self.play.act(commands, accident.moments, together=together)
         lasts = {process: calls[-1] for process, calls in done.items() if calls}
-        for process, call in lasts.items():
-            process.fresh = False
-            process.open = bool(layered) and call.ok and not call.whole
         walked_away = any(arguments["stop_after"] is not None for arguments in shape.values())
         whole = len(lasts) == len(actors) and [each.rank for each in actors] == self.members
         succeeded = len(lasts) == len(actors) and all(call.whole for call in lasts.values())
@@ -226,7 +228,7 @@ class Job:
     def _judge_healthy(self, before: str, lasts: dict[RankProcess, Call]) -> None:
         """Judge a rearrangement that nothing disturbed: it succeeds, or is refused by all since the failure before."""
         codes = {call.code for call in lasts.values() if not call.ok}
-        starved = max(call.starved_s for call in lasts.values()) > 0.2 * self.world.timeout_s
+        starved = any(call.starved_s > 0.2 * self.world.timeout_s for call in lasts.values())
         if not codes or (before == "failed" and codes == {"EPLB-T004"} and not any(call.ok for call in lasts.values())):
             return
         if codes == {"EPLB-T002"} and (starved or before == "new"):  # connecting takes a while on busy cores
@@ -245,12 +247,10 @@ class Job:
         if lasts and all(call.ok for call in lasts.values()) and sorted(each.rank for each in lasts) == ranks:
             self.members, self.health = ranks, "ok"
             self.one_cohort(lasts)
-            for process in lasts:
-                process.open = False
-        else:
-            self.health = "unknown"
-        for process in lasts:
-            process.fresh = False
+            return lasts
+        self.health = "unknown"
+        believers = [process for process in self.play.free() if process in lasts and lasts[process].ok]
+        self.rearrange_with(believers, members=ranks, accident=Accident("those who were told that all had met"))
         return lasts
 
     def rebuild_command(

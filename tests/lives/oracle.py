@@ -13,8 +13,6 @@ from tests.lives.calls import Call
 from tests.lives.processes import RankProcess
 from tests.lives.worlds import Map, World
 
-_CARRY_A_REPORT = ("rearrange", "begin", "stage", "commit", "end", "connect", "rebuild")
-
 
 class Kind(Enum):
     """What can be wrong; the value says it."""
@@ -95,7 +93,7 @@ def judge_call(world: World, process: RankProcess, call: Call, where: str, limit
     if call.outcome == "untyped":
         add(Kind.UNTYPED, call.text)
     if call.outcome == "error":
-        if not call.reported and call.name.startswith(_CARRY_A_REPORT):
+        if not call.reported and call.collective:
             add(Kind.NO_REPORT, call.text)
         if call.name == "reloaded":
             add(Kind.NOT_RELOADED, call.text)

@@ -45,6 +45,8 @@ class Play:
         The present life of each rank, dead ones included.
     strangers : list of RankProcess
         Former lives that are still there, and another group's ranks.
+    store_stopped, starved : bool
+        During the last play: was the store's host stopped, and did a call lack a core for long?
     """
 
     def __init__(self, world: World, verbose: bool = False) -> None:
@@ -59,6 +61,7 @@ class Play:
         self.faults_armed = 0
         self.num_calls = 0
         self.store_stopped = False
+        self.starved = False
         self._began_s = time.monotonic()
         self._folder = tempfile.TemporaryDirectory(prefix="eplb-lives-")
         self._everyone: list[RankProcess] = []
@@ -155,6 +158,7 @@ class Play:
             for finding in judge_rebuild(self.step, rebuilding, now):
                 self.find(finding)
         self.store_stopped = self.store.stopped
+        self.starved = any(call.starved for calls in done.values() for call in calls)
         self._look_at_everyone()
         return {process: calls for process, calls in done.items() if process in commands}
 
@@ -183,6 +187,9 @@ class Play:
                 self.num_calls += 1
                 self.say(f"  {process.label}: {call}")
             process.invalid = call.invalid
+            if call.collective:
+                process.fresh = False
+                process.open = call.ok and call.name.startswith(("begin", "stage", "commit"))
             if call.placement is not None:
                 process.held = call.placement
         self.faults_acted += any(call.acted for call in calls)

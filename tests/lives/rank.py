@@ -282,10 +282,11 @@ class Host:
             return
         wrong, early = [], []
         for layer, tensor, row, expert in self.weights.wrong(mapping):
-            old = self._staged[layer][row] if layer in self._staged else None
             holds = self.weights.holds(layer, tensor, row, self._versions)
             text = f"layer {layer}, tensor {tensor}, row {row} should be expert {expert} and is {holds}"
-            (early if old == -1 or (old is not None and holds == f"expert {old}") else wrong).append(text)
+            old = self._staged[layer][row] if layer in self._staged else None
+            waits = old is not None and self.weights.is_expert(layer, tensor, row, old)
+            (early if waits else wrong).append(text)
         for found, field in ((wrong, "wrong"), (early, "early")):
             if found and not getattr(call, field):
                 more = [f"and {len(found) - _SHOWN_ROWS} more rows"] if len(found) > _SHOWN_ROWS else []

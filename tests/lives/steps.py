@@ -229,7 +229,9 @@ class Steps(Job):
         limit_s = rng.uniform(0.5, 1.5)
         pattern = rng.choices(["together", "late", "wrong first", "unequal", "one missing"], [4, 2, 2, 2, 0.7])[0]
         victim = rng.choice(actors)
-        if pattern == "one missing" and len(ranks) < self.world.world_size:
+        if pattern == "one missing" and ranks == self.everyone:
+            pattern = "together"
+        if pattern == "one missing":
             ranks = sorted({*ranks, rng.choice([rank for rank in self.everyone if rank not in ranks])})
         commands = {}
         for process in actors:
@@ -240,6 +242,7 @@ class Steps(Job):
                 delay_s = limit_s * rng.uniform(0.5, 1.5)
             if process is victim and pattern == "wrong first":
                 wrong_first = sorted({process.rank, *rng.sample(self.everyone, rng.randint(0, len(self.everyone) - 1))})
+                wrong_first = None if wrong_first == ranks else wrong_first
             if pattern == "unequal":
                 delay_s, budget_s = rng.uniform(0, limit_s), limit_s * rng.uniform(0, 2.5)
             commands[process] = self.rebuild_command(

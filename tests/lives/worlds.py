@@ -235,10 +235,14 @@ class Weights:
         """Return (layer, tensor, row, expert) wherever a row is not the expert that the map names."""
         found = []
         for layer, tensor, row, expert in self._claims(mapping):
-            memory = self._bytes[layer][tensor][row]
-            if not np.array_equal(memory, content(layer, tensor, expert, self.version, len(memory))):
+            if not self.is_expert(layer, tensor, row, expert):
                 found.append((layer, tensor, row, expert))
         return found
+
+    def is_expert(self, layer: int, tensor: int, row: int, expert: int) -> bool:
+        """Does a row hold an expert? An empty slot may hold anything."""
+        memory = self._bytes[layer][tensor][row]
+        return expert < 0 or np.array_equal(memory, content(layer, tensor, expert, self.version, len(memory)))
 
     def holds(self, layer: int, tensor: int, row: int, versions: list[int]) -> str:
         """Say what a row holds, for people."""
