@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
 from eplb_core.config import EPLBConfig
 from eplb_core.control.plane import ControlPlane
-from eplb_core.control.store import StoreGone
-from eplb_core.errors import ConfigError, EplbError, PeerLostError, PlanError, StalledError, TransferError, error_for
+from eplb_core.errors import ConfigError, EplbError, PlanError, TransferError
 from eplb_core.plan.maps import check_maps
-from eplb_core.rearrange.agree import Proposal, agree, propose
-from eplb_core.rearrange.connect import all_pairs, link
+from eplb_core.rearrange.begin import begin, connect, poisoning
 from eplb_core.rearrange.held import HeldPlacement
 from eplb_core.rearrange.lives import Lives
 from eplb_core.rearrange.rearrangement import Rearrangement
-from eplb_core.rearrange.setup import set_up
+from eplb_core.rearrange.setup import check_arguments, set_up
 from eplb_core.rearrange.state import CommunicatorState
 from eplb_core.report import RearrangeReport
 from eplb_core.weights.host_landing import check_landing
@@ -80,7 +77,7 @@ class Communicator:
         tensor_names: Sequence[str] | Sequence[Sequence[str]] | None = None,
         name: str = "default",
     ) -> None:
-        _check_arguments(config, control, observers, name)
+        check_arguments(config, control, observers, name)
         self.name = name
         self.config = config
         self._lives = lives = Lives(control, name, float(config.timeout_s), device_group)
@@ -148,15 +145,7 @@ class Communicator:
         """
         limit_s = float(self.config.timeout_s) if timeout_s is None else timeout_s
         with self._state.calling():
-            self._state.check_usable()
-            with self._poisoning("connect"):
-                if self._lives.enter(limit_s, everyone=True):
-                    return
-                epoch = self._lives.epoch
-                members, _ = epoch.entered
-                epoch.connects += 1
-                others = [rank for rank in members.members if rank != members.rank]
-                link(epoch, all_pairs(members.members), others, limit_s, f"connect/{epoch.connects}", always=True)
+            connect(self._lives, self._state, limit_s)
 
     def rearrange(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> RearrangeReport:
         """Bring all layers from one placement to another; collective and synchronous.
@@ -200,70 +189,7 @@ class Communicator:
             See `rearrange`.
         """
         with self._state.calling():
-            state, lives = self._state, self._lives
-            state.check_usable()
-            if state.open is not None:
-                raise PlanError("EPLB-P004", problem="begin() while a rearrangement is open")
-            if state.held.decided:
-                problem = f"begin() while layer(s) {state.held.decided} are decided and not committed"
-                raise PlanError("EPLB-P004", problem=problem)
-            # What the caller has enqueued (loading weights, the last commits' copies) is done before anyone reads.
-            streams = lives.epoch.setup.streams
-            streams.settle([streams.mark(), *state.take_slot_events()])
-            with self._poisoning("connect"):
-                lives.enter(lives.epoch.timeout_s, everyone=False)
-            epoch = lives.epoch
-            members, _ = epoch.entered
-            members.generation += 1
-            epoch.connects = 0
-            state.entered(members.epoch, members.generation)
-            with state.counts.phase("agree"):
-                proposal = self._agree(old_map, new_map)
-            name = f"{members.namespace}/{members.generation}"
-            state.held.agreed(name, proposal.old, proposal.new, proposal.plan.layers)
-            with state.counts.phase("connect"), self._poisoning("connect"):
-                link(epoch, proposal.plan.pairs, proposal.plan.peers(members.rank), epoch.timeout_s)
-            lives.last = state.open = rearrangement = Rearrangement(epoch, proposal.plan, state)
-            return rearrangement
-
-    def _agree(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Proposal:
-        epoch, held = self._lives.epoch, self._state.held
-        where = f"generation {epoch.entered[0].generation}, phase agree"
-        try:
-            proposal = propose(epoch, held, old_map, new_map)
-            if isinstance(proposal, Proposal):
-                held.assume(proposal.old)
-            return agree(epoch, proposal)
-        except StoreGone as gone:
-            self._lost(gone, "agree")
-        except EplbError as error:
-            # The same on all: one that comes back finds this outcome. A refusal leaves everyone where they were.
-            if isinstance(error, (PeerLostError, StalledError)) or error.code == "EPLB-T016":
-                self._state.poison(error, where)
-            raise
-        except BaseException as interrupt:  # Ctrl-C: the others were told
-            self._state.poison(error_for("EPLB-T007", rank=epoch.rank, where=where, reason=repr(interrupt)), where)
-            raise
-
-    @contextmanager
-    def _poisoning(self, where: str) -> Iterator[None]:
-        """Refuse further use after a failure to connect: its outcome will not change."""
-        try:
-            yield
-        except StoreGone as gone:
-            self._lost(gone, where)
-        except EplbError as error:
-            self._state.poison(error, where)
-            raise
-        except BaseException as interrupt:
-            reason = repr(interrupt)
-            self._state.poison(error_for("EPLB-T007", rank=self._lives.rank, where=where, reason=reason), where)
-            raise
-
-    def _lost(self, gone: StoreGone, where: str) -> NoReturn:
-        error = self._lives.store_lost(gone, where)
-        self._state.poison(error, where)
-        raise error from gone
+            return begin(self._lives, self._state, old_map, new_map)
 
     def reloaded(self, physical_to_logical_map: npt.ArrayLike) -> None:
         """The host rewrote the weights of this rank: this is what all rows hold now. Local; compared at the next begin.
@@ -340,7 +266,7 @@ class Communicator:
                 raise TransferError("EPLB-T009", problem=problem) from self._state.invalid
             lives = self._lives
             lives.renew(timeout_s, control=control, ranks=ranks, device_group=device_group, landing=landing)
-            with self._poisoning("rebuild"):
+            with poisoning(lives, self._state, "rebuild"):
                 lives.enter(timeout_s, everyone=False)
             return self._state.report()
 
@@ -373,13 +299,3 @@ class Communicator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(force=error is not None)
-
-
-def _check_arguments(config: object, control: object, observers: object, name: object) -> None:
-    for what, value, kind in (("config", config, EPLBConfig), ("control", control, ControlPlane), ("name", name, str)):
-        if not isinstance(value, kind):
-            problem = f"{what}= should be {kind.__name__}, got {type(value).__name__}"
-            raise ConfigError("EPLB-C010", problem=problem)
-    if isinstance(observers, (str, bytes)) or not isinstance(observers, Sequence):
-        problem = f"observers= should be a sequence of observers, got {type(observers).__name__}"
-        raise ConfigError("EPLB-C010", problem=problem)

@@ -440,7 +440,7 @@ def test_calls_out_of_order_are_refused_and_lose_nothing() -> None:
     assert [problem for _, problem in said] == [
         "stage(1) where layer 0 is next",
         "commit(0) without stage(0)",
-        "begin() while a generation is open",
+        "begin() while a rearrangement is open",
         "stage(2) while layer(s) [0, 1] are staged and uncommitted",
         "end() before layer(s) [0, 1, 2, 3] were staged and committed",
         "commit(1) without stage(1)",

@@ -14,7 +14,7 @@ from eplb_core.backend.toolkit import Deadline
 from eplb_core.control.process import ProcessIdentity
 from eplb_core.control.store import StoreClient, StoreGone
 from eplb_core.errors import EplbError, TransferError, error_for
-from eplb_core.rearrange.connect import Entrance
+from eplb_core.rearrange.entrance import Entrance
 from eplb_core.rearrange.epoch import Epoch
 from eplb_core.rearrange.retirement import Retirement
 from eplb_core.voting.meeting import Meeting, post_key

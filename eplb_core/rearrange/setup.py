@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
 from eplb_core.backend import BackendInfo, StagingAllocator
+from eplb_core.config import EPLBConfig
+from eplb_core.control.plane import ControlPlane
 from eplb_core.discovery.discover import discover, load_target
 from eplb_core.discovery.select import resolve, select
 from eplb_core.discovery.select_staging import build_allocator
 from eplb_core.errors import ConfigError, DiscoveryError, EplbError
 from eplb_core.memory.streams import Streams
 from eplb_core.weights.layout import Layout
-
-if TYPE_CHECKING:
-    from eplb_core.config import EPLBConfig
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +62,17 @@ class Setup:
     def label(self) -> str:
         """Leading word of the backend's errors."""
         return self.info.label or self.info.name
+
+
+def check_arguments(config: object, control: object, observers: object, name: object) -> None:
+    """Refuse arguments of `Communicator` that are of another kind (EPLB-C010)."""
+    for what, value, kind in (("config", config, EPLBConfig), ("control", control, ControlPlane), ("name", name, str)):
+        if not isinstance(value, kind):
+            problem = f"{what}= should be {kind.__name__}, got {type(value).__name__}"
+            raise ConfigError("EPLB-C010", problem=problem)
+    if isinstance(observers, (str, bytes)) or not isinstance(observers, Sequence):
+        problem = f"observers= should be a sequence of observers, got {type(observers).__name__}"
+        raise ConfigError("EPLB-C010", problem=problem)
 
 
 def set_up(

@@ -131,7 +131,7 @@ def perform(steps: Steps[R], client: StoreClient, pause: Callable[[], Refusal | 
         except StopIteration as done:
             result: R = done.value
             return result
-        if not isinstance(operation, Pause):
-            answer = operation.on(client)
-        else:
-            answer = pause() if pause is not None else None
+        if isinstance(operation, Pause):
+            answer = None if pause is None else pause()
+            continue
+        answer = operation.on(client)

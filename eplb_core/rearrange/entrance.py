@@ -1,20 +1,17 @@
-"""Connecting: the members of an epoch meet and join, and backends are linked to the peers that plans name."""
+"""The way into an epoch: its members meet, and join in a ring, all knowing what every row holds."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from eplb_core.arrays import IntArray
 from eplb_core.backend.toolkit import Deadline
-from eplb_core.control.hosts import node_ids
-from eplb_core.control.store import StoreGone
-from eplb_core.errors import DiscoveryError, EplbError, TransferError, error_for
+from eplb_core.control.hosts import Location, node_ids, why_unreachable
+from eplb_core.errors import EplbError, error_for
 from eplb_core.rearrange import records, recovery
 from eplb_core.rearrange.epoch import Epoch
+from eplb_core.rearrange.link import all_pairs, error_of, exchange, note_linked, vote_on
 from eplb_core.voting.liveness import Ring
 from eplb_core.voting.meeting import Joining, Meeting, Roll, all_agree, whom
 from eplb_core.voting.members import Members
@@ -103,9 +100,8 @@ class Entrance:
         records.publish(members, self._record)
         content = {
             "digest": self._record.shared_digest().hex(),
-            "boot": control.boot_id,
-            "host": control.host_given,
-            "address": [control.host, self._ring.port],
+            "location": control.location.to_json(),
+            "port": self._ring.port,
             "known": recovery.known_of(self._held),
             "everyone": everyone,
         }
@@ -120,17 +116,16 @@ class Entrance:
         differs = records.first_difference(members, ballots)
         if differs is not None:
             return differs
-        boots = {str(rank): ballot.content["boot"] for rank, ballot in ballots.items()}
-        silent = [rank for rank, ballot in ballots.items() if not ballot.content["host"]]
-        if len(set(boots.values())) > 1 and silent:
-            problem = f"the ranks are on {len(set(boots.values()))} hosts, and rank(s) {silent} gave no host="
+        places = {rank: Location.from_json(ballot.content["location"]) for rank, ballot in ballots.items()}
+        problem = why_unreachable(places)
+        if problem is not None:
             return Decision(False, members.rank, error_for("EPLB-C009", problem=problem))
         return Decision(
             True,
             members.rank,
             content={
-                "boots": boots,
-                "addresses": {str(rank): ballot.content["address"] for rank, ballot in ballots.items()},
+                "boots": {str(rank): place.boot_id for rank, place in places.items()},
+                "addresses": {str(rank): [places[rank].host, ballots[rank].content["port"]] for rank in ballots},
                 "forward": recovery.to_roll_forward(ballots),
                 "everyone": any(ballot.content["everyone"] for ballot in ballots.values()),
             },
@@ -191,101 +186,12 @@ class Entrance:
                 host, port = content["addresses"][str(ring.right)]
                 ring.connect((str(host), int(port)), timeout_s, give_up=lambda: _refusal(vote))
             if content["everyone"]:
-                _exchange(epoch, vote, _others(members), Deadline(timeout_s))
+                exchange(epoch, vote, _others(members), Deadline(timeout_s))
 
-        decision = _settle(epoch, vote, ready, ballot, timeout_s, _tally_held(members.rank))
+        decision = vote_on(epoch, vote, ready, ballot, timeout_s, _tally_held(members.rank))
         if content["everyone"]:
-            _note_linked(epoch, all_pairs(members.members))
+            note_linked(epoch, all_pairs(members.members))
         recovery.settle_held(members, self._held, {int(r): str(d) for r, d in decision.content["held"].items()})
-
-
-def link(
-    epoch: Epoch,
-    pairs: IntArray,
-    peers: Sequence[int],
-    timeout_s: float,
-    topic: str = "link",
-    *,
-    always: bool = False,
-) -> None:
-    """Connect the backends of pairs that a plan names for the first time; collective when there is one, or `always`.
-
-    The first call of an epoch exchanges in any case, so that no backend sees a transfer before its
-    ``exchange_metadata``.
-
-    Parameters
-    ----------
-    epoch : Epoch
-        Entered.
-    pairs : ndarray, int64, [num_pairs, 2]
-        Every pair of ranks that exchanges rows, from the whole plan, so that all members come to the same answer.
-    peers : sequence of int
-        Those of this rank.
-    timeout_s : float
-        Limit, seconds.
-    topic : str
-        Of the vote; one in a generation.
-    """
-    if not always and epoch.exchanged and bool(epoch.linked[pairs[:, 0], pairs[:, 1]].all()):
-        return
-    members, _ = epoch.entered
-    vote = members.vote(topic, f"generation {members.generation}, phase connect")
-    new = [peer for peer in peers if not epoch.linked[min(peer, members.rank), max(peer, members.rank)]]
-    deadline = Deadline(timeout_s)
-    _settle(epoch, vote, lambda: _exchange(epoch, vote, new, deadline), Ballot(True), timeout_s)
-    members.forget_later([vote])
-    _note_linked(epoch, pairs)
-
-
-def all_pairs(members: Sequence[int]) -> IntArray:
-    """Return every (low, high) pair of some ranks, ``[num_pairs, 2]``."""
-    ranks = np.array(members, dtype=np.int64)
-    low, high = np.triu_indices(len(ranks), k=1)
-    return np.stack([ranks[low], ranks[high]], axis=1)
-
-
-def _settle(epoch: Epoch, vote: Vote, ready: Any, ballot: Ballot, timeout_s: float, tally: Any = None) -> Decision:
-    """Do this rank's part, vote on it, and go on moving the backend until all have voted."""
-    members, watch = epoch.entered
-    watch.attend(vote)
-    deadline = Deadline(timeout_s)
-    try:
-        ready()
-    except StoreGone:
-        raise
-    except Exception as error:
-        decision = vote.abort(watch.diagnose(error, vote, vote.where).error, fatal=True)
-    else:
-        vote.cast(ballot, tally or all_agree(members.rank))
-        # Whoever is connected goes on pumping, so that the others become connected too.
-        decision = watch.decide(vote, timeout_s=max(1.0, deadline.left_s), progress=epoch.backend.progress)
-    if not decision.commit:
-        raise _error_of(decision)
-    return decision
-
-
-def _exchange(epoch: Epoch, vote: Vote, new: Sequence[int], deadline: Deadline) -> None:
-    members, watch = epoch.entered
-    metadata = records.metadata_of(members, records.record_of(epoch), new)
-    receipt = epoch.hooks.exchange_metadata(epoch.local, metadata)
-    left_out = sorted(set(new) - set(receipt.peers))
-    if left_out:
-        reason = f"its exchange_metadata left out rank(s) {left_out}"
-        raise DiscoveryError("EPLB-D003", backend=epoch.setup.info.name, reason=reason)
-    while not epoch.backend_connected():
-        epoch.backend.progress()
-        cancelled = watch.cancelled()
-        if cancelled is not None:
-            raise TransferError("EPLB-T007", rank=epoch.rank, where=vote.where, reason=cancelled.reason)
-        if deadline.over:
-            waiting_for = f"the connections to ranks {list(new)}"
-            raise error_for("EPLB-T002", seconds=deadline.elapsed_s, where=vote.where, waiting_for=waiting_for)
-        time.sleep(50e-6)
-
-
-def _note_linked(epoch: Epoch, pairs: IntArray) -> None:
-    epoch.linked[pairs[:, 0], pairs[:, 1]] = True
-    epoch.exchanged = True
 
 
 def _tally_held(rank: int) -> Any:
@@ -304,8 +210,4 @@ def _others(members: Members) -> list[int]:
 
 def _refusal(vote: Vote) -> EplbError | None:
     decision = vote.poll()
-    return None if decision is None or decision.commit else _error_of(decision)
-
-
-def _error_of(decision: Decision) -> EplbError:
-    return decision.error or error_for("EPLB-M006", rank=decision.by, reason="no reason given")
+    return None if decision is None or decision.commit else error_of(decision)
