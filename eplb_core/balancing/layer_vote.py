@@ -82,8 +82,18 @@ class LayerVote:
         """Say why landed ballots do not fit together; the last to count asks."""
         return self._missing(ballots)
 
+    def ready_value(self) -> Any:
+        """Return what stands in *ready*, for all to read; anything but None."""
+        return True
+
+    def note_ready(self, value: Any) -> None:
+        """Take note of what stands in *ready*."""
+
+    def note_promises(self, promises: Mapping[int, int]) -> None:
+        """Look at the promises of all; whoever decides asks."""
+
     def _ready(self) -> Operation:
-        return Operation("set", "ready", True)
+        return Operation("set", "ready", self.ready_value())
 
     def _after_ready(self, result: object) -> None:
         self.phase = "promise"
@@ -103,8 +113,10 @@ class LayerVote:
     def _look_ready(self) -> Operation:
         return Operation("read", "ready")
 
-    def _after_look_ready(self, ready: object) -> None:
-        self.phase = "promise" if ready else "wait_ready"
+    def _after_look_ready(self, ready: Any) -> None:
+        if ready is not None:
+            self.note_ready(ready)
+        self.phase = "wait_ready" if ready is None else "promise"
 
     def _wait_ready(self) -> Operation:
         return Operation("pause", "ready")
@@ -137,7 +149,10 @@ class LayerVote:
         return Operation("read all", "promise")
 
     def _after_tally(self, promises: Mapping[int, int]) -> None:
-        self._propose(self._missing(promises) or Outcome(max(promises.values()), self.rank))
+        missing = self._missing(promises)
+        if missing is None:
+            self.note_promises(promises)
+        self._propose(missing or Outcome(max(promises.values()), self.rank))
 
     def _missing(self, ballots: Mapping[int, Any]) -> Outcome | None:
         """Never go on with less than all ballots; cannot be while the store keeps its word."""

@@ -526,7 +526,7 @@ class Model:
             world.layers[layer] = replace(stored, **{f"{topic}_count": count})
             return count
         if verb == "read":
-            return getattr(stored, topic)
+            return getattr(stored, topic) or None
         if verb == "read all":
             return {rank: value for rank, value in enumerate(getattr(stored, topic)) if value is not None}
         return self.put(world, layer, value) if verb == "put" else None
