@@ -15,13 +15,12 @@ from typing import Any
 
 from eplb_core.control.process import ProcessIdentity
 from eplb_core.errors import EplbError, MetadataError, error_for
-from eplb_core.voting.operations import Delete, Get, Pause, Put, Refusal, Steps
+from eplb_core.voting.operations import Get, Pause, Put, Refusal, Steps
 from eplb_core.voting.vote import Tally, Vote
 from eplb_core.wire.ballots import Ballot, Decision, decode_error, encode_error
 from eplb_core.wire.envelope import MessageScope
 
 _LIMIT_NBYTES = 1 << 20
-_REFUSED_KEY = "meet/refused"
 VOID = "void"
 """In the content of a decision: the roll is void, and its members meet again."""
 
@@ -202,28 +201,20 @@ class Meeting:
         """Tell the others why this rank cannot take part, and wait until all have read it, or the pause says enough."""
         yield from self._looking_for_another()
         nonce = self.fresh()
-        post = Post(nonce, self.members, self.epoch, self.process, error)
-        yield self._put(post)
-        told = self._scope(self.rank).seal("refusal", post.to_bytes())
-        yield Put(_REFUSED_KEY, json.dumps([self.rank, told.hex()]).encode())
-        marks = tuple(self._read_key(nonce, rank) for rank in self.members if rank != self.rank)
+        yield self._put(Post(nonce, self.members, self.epoch, self.process, error))
         while True:
-            last, *read = yield Get((_REFUSED_KEY, *marks))
-            replaced = self._refused(last)  # by another rank's: then the others are told that
-            if all(read) or replaced is None or replaced.nonce != nonce or (yield Pause()) is not None:
-                break
-        yield Delete((post_key(self.rank), _REFUSED_KEY, *marks) if all(read) else marks)
+            values = yield Get(tuple(self._read_key(nonce, rank) for rank in self.members if rank != self.rank))
+            if all(values) or (yield Pause()) is not None:
+                return
 
     def _gathering(self, nonce: str) -> Steps[Roll]:
         """Steps of the lowest member: gather the posts, publish the roll."""
         while True:
-            roll, refused, *values = yield Get(
-                (self._roll_key, _REFUSED_KEY, *(post_key(rank) for rank in self.members))
-            )
-            known = self._roll(roll)
-            posts = dict(zip(self.members, map(self._post, self.members, values), strict=True))
+            values = yield Get((self._roll_key, *(post_key(rank) for rank in self.members)))
+            known = self._roll(values[0])
+            posts = dict(zip(self.members, map(self._post, self.members, values[1:]), strict=True))
             self._stay_this_rank(posts[self.rank], nonce)
-            yield from self._heeding(refused)
+            yield from self._heeding(posts)
             used = known.nonces if known is not None else {}
             self.waiting_for = {
                 rank: why for rank, post in posts.items() if (why := self._why_not_there(rank, post, used)) is not None
@@ -240,16 +231,14 @@ class Meeting:
         """Steps of every other member: wait for a roll that holds this attempt's nonce."""
         leader = self.members[0]
         while True:
-            published, refused, mine, leaders = yield Get(
-                (self._roll_key, _REFUSED_KEY, post_key(self.rank), post_key(leader))
-            )
-            self._stay_this_rank(self._post(self.rank, mine), nonce)
-            roll = self._roll(published)
+            values = yield Get((self._roll_key, post_key(self.rank), post_key(leader)))
+            self._stay_this_rank(self._post(self.rank, values[1]), nonce)
+            roll = self._roll(values[0])
             if roll is not None and roll.members == self.members and roll.nonces[self.rank] == nonce:
                 self.waiting_for = {}
                 return roll
-            yield from self._heeding(refused)
-            post = self._post(leader, leaders)
+            post = self._post(leader, values[2])
+            yield from self._heeding({leader: post})
             why = self._why_not_there(leader, post, roll.nonces if roll is not None else {})
             self.waiting_for = {leader: why or "its roll of all members"}
             yield from self._pausing()
@@ -285,15 +274,15 @@ class Meeting:
         if post is not None and post.process != self.process and post.process.in_use():
             raise self._another(post)
 
-    def _heeding(self, refused: bytes | None) -> Steps[None]:
+    def _heeding(self, posts: Mapping[int, Post | None]) -> Steps[None]:
         """Steps that raise the refusal of a member, when it is one of this life."""
-        post = self._refused(refused)
-        if post is None or post.refusal is None:
-            return
-        # Its process may have ended long ago; then it is told at the limit, if nobody has come in its place.
-        if self.private or post.process.in_use() is not False:
-            yield Put(self._read_key(post.nonce, self.rank), b"1")
-            raise post.refusal
+        for rank, post in posts.items():
+            if post is None or post.refusal is None:
+                continue
+            # Its process may have ended long ago; then it is told at the limit, if nobody has come in its place.
+            if self.private or post.process.in_use() is not False:
+                yield Put(self._read_key(post.nonce, self.rank), b"1")
+                raise post.refusal
 
     # --- what is posted ----------------------------------------------------------------------------------------------
 
@@ -320,16 +309,6 @@ class Meeting:
 
     def _post(self, rank: int, value: bytes | None) -> Post | None:
         return None if value is None else _read(Post.from_bytes, self._scope(rank), value, "post")
-
-    def _refused(self, value: bytes | None) -> Post | None:
-        if value is None:
-            return None
-        try:
-            rank, told = json.loads(value)
-            post = _read(Post.from_bytes, self._scope(int(rank)), bytes.fromhex(told), "refusal")
-        except (ValueError, TypeError):
-            return None
-        return post if isinstance(post, Post) and int(rank) in self.members else None
 
     def _roll(self, value: bytes | None) -> Roll | None:
         return None if value is None else _read(Roll.from_bytes, self._scope(self.members[0]), value, "roll")
@@ -360,7 +339,7 @@ def _read(decode: Callable[[bytes], Any], scope: MessageScope, value: bytes, kin
 
 
 def all_agree(rank: int) -> Callable[[Mapping[int, Ballot]], Decision]:
-    """Return the tally that commits when every ballot says so, else aborts with the reason of the lowest rank."""
+    """Return the tally that commits when every ballot says so, else aborts with the reason of the lowest that refuses."""
 
     def tally(ballots: Mapping[int, Ballot]) -> Decision:
         for voter in sorted(ballots):
