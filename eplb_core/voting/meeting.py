@@ -181,8 +181,9 @@ class Meeting:
         TransferError
             Another process is this rank (EPLB-T015).
         """
+        nonce = None
         while True:
-            yield from self._looking_for_another()
+            yield from self._looking_for_another(nonce)
             nonce = self.fresh()
             yield self._put(Post(nonce, self.members, self.epoch, self.process))
             roll = yield from (self._gathering(nonce) if self.rank == self.members[0] else self._entering(nonce))
@@ -267,11 +268,16 @@ class Meeting:
         if refusal is not None:
             raise refusal.error
 
-    def _looking_for_another(self) -> Steps[None]:
-        """Steps that make sure that no other process is this rank."""
+    def _looking_for_another(self, nonce: str | None = None) -> Steps[None]:
+        """Steps that make sure that no other process is this rank; with the nonce that this attempt has posted, if any."""
         (value,) = yield Get((post_key(self.rank),))
         post = self._post(self.rank, value)
-        if post is not None and post.process != self.process and post.process.in_use():
+        if post is None or post.process == self.process:
+            return
+        there = post.process.in_use()
+        # One that has replaced this attempt's post counts as there also where that cannot be seen: else two processes on
+        # two machines would replace each other's until their limits.
+        if there or (there is None and nonce is not None):
             raise self._another(post)
 
     def _heeding(self, posts: Mapping[int, Post | None]) -> Steps[None]:
