@@ -286,8 +286,13 @@ class Meeting:
             if post is None or post.refusal is None:
                 continue
             # Its process may have ended long ago; then it is told at the limit, if nobody has come in its place.
-            if self.private or post.process.in_use() is not False:
-                yield Put(self._read_key(post.nonce, self.rank), b"1")
+            if not self.private and post.process.in_use() is False:
+                continue
+            # So is one that this process has read before: it ended that attempt, and its rank may come anew to this one.
+            key, mine = self._read_key(post.nonce, self.rank), self.process.token.encode()
+            (read,) = yield Get((key,))
+            if read != mine:
+                yield Put(key, mine)
                 raise post.refusal
 
     # --- what is posted ----------------------------------------------------------------------------------------------
