@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
@@ -11,14 +10,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from eplb_core.backend import BackendContext, Cancelled
-from eplb_core.backend.toolkit import Deadline
+from eplb_core.backend import BackendContext
+from eplb_core.backend.toolkit import Backoff, Wait, failed_error, first_line
 from eplb_core.errors import error_for
-from eplb_gloo.group import GlooGroup, brief, name_ranks
+from eplb_gloo.group import GlooGroup
 from eplb_gloo.hooks import NAME
 from eplb_gloo.waiter import Waiter, ended
 
-CONNECT = f"phase connect ({NAME})"
+WHERE = "phase connect"
 
 _LOOK_EVERY_S = 0.02
 
@@ -46,52 +45,40 @@ def connect_members(context: BackendContext, nonce: bytes, threads: int) -> Gloo
         The store does not answer.
     """
     store, members = context.store, context.members
-    deadline = Deadline(context.timeout_s)
+    others = [member for member in members if member != context.rank]
+    wait = Wait(context, context.timeout_s, label=NAME, where=WHERE, backoff=Backoff(5e-4, _LOOK_EVERY_S, 2.0))
     try:
-        nonces = _gather(store, members, context.rank, nonce, deadline, context.cancelled)
+        nonces = _gather(store, members, context.rank, nonce, wait)
     except RuntimeError as error:  # DistError and its kin; older torch raises it plain
-        raise error_for("EPLB-T005", where=CONNECT, problem=brief(error), layers="none") from error
+        raise error_for("EPLB-T005", where=f"{WHERE} over {NAME}", problem=first_line(error), layers="none") from error
     # Of all nonces: a member left over from another attempt has another prefix and meets nobody.
     prefix = blake2b(b"".join(nonces[member] for member in members), digest_size=16).hexdigest()
     own, size = members.index(context.rank), len(members)
-    namespace = dist.PrefixStore(prefix, store)
+    namespace, limit_s = dist.PrefixStore(prefix, store), wait.deadline.left_s
     waiter = Waiter()
     try:
-        made = waiter.submit(partial(_make_group, namespace, own, size, context.host, threads, deadline.left_s))
+        made = waiter.submit(partial(_make_group, namespace, own, size, context.host, threads, limit_s))
         while not ended(made, _LOOK_EVERY_S):
-            _refuse_if_cancelled(context.cancelled)
+            wait.check(others)
         group = made.result()
         _forget(store, members, [f"{prefix}/{device}" for device in range(threads)])
     except BaseException as error:
         waiter.close(_LOOK_EVERY_S)
         if not isinstance(error, RuntimeError):
             raise
-        others = name_ranks([member for member in members if member != context.rank])
-        detail = f"(rank {context.rank} at {context.host} connecting to {others}, {CONNECT})."
-        raise error_for("EPLB-T001", label=NAME, state=brief(error), detail=detail) from error
+        where = f"rank {context.rank} at {context.host}, {WHERE}"
+        raise failed_error(NAME, first_line(error), where, others) from error
     return GlooGroup(group, waiter, own=own, size=size, threads=threads, nonces=nonces)
 
 
-def _gather(
-    store: Any,
-    members: Sequence[int],
-    rank: int,
-    nonce: bytes,
-    deadline: Deadline,
-    cancelled: Callable[[], Cancelled | None],
-) -> dict[int, bytes]:
+def _gather(store: Any, members: Sequence[int], rank: int, nonce: bytes, wait: Wait) -> dict[int, bytes]:
     """Wait for every member before gloo does: its own wait names nobody."""
     keys = {member: f"member/{member}" for member in members}
     store.set(keys[rank], nonce)
-    pause_s = 0.0005
     arrived = store.add("arrived", 1)
     while arrived < len(members):
-        _refuse_if_cancelled(cancelled)
-        if deadline.over:
-            missing = name_ranks([member for member, key in keys.items() if not store.check([key])])
-            raise error_for("EPLB-T002", seconds=deadline.elapsed_s, where=CONNECT, waiting_for=missing)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.02)
+        late = [member for member in members if not store.check([keys[member]])] if wait.deadline.over else "the others"
+        wait.pause(late)
         arrived = store.add("arrived", 0)
     return {member: store.get(key) for member, key in keys.items()}
 
@@ -103,12 +90,6 @@ def _make_group(store: Any, own: int, size: int, host: str, threads: int, limit_
     options._threads = 1  # serves collectives, of which there are none
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host) for _ in range(threads)]
     return dist.ProcessGroupGloo(store, own, size, options)
-
-
-def _refuse_if_cancelled(cancelled: Callable[[], Cancelled | None]) -> None:
-    look = cancelled()
-    if look is not None:
-        raise error_for("EPLB-T001", label=NAME, state="cancelled", detail=f"{look.reason} ({CONNECT}).")
 
 
 def _forget(store: Any, members: Sequence[int], prefixes: Sequence[str]) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 
+from eplb_core.backend.toolkit import first_line
 from eplb_gloo.messages import TAG_BITS
 from eplb_gloo.waiter import Waiter
 
@@ -71,7 +71,7 @@ class GlooGroup:
         that is partly out.
         """
         with self._lock:
-            if self._severed or self._group is None or self._forked:
+            if self._severed or self._group is None or self.is_inherited:
                 return
             self._severed = True
             nothing = torch.empty(1, dtype=torch.uint8)
@@ -99,15 +99,13 @@ class GlooGroup:
         bool
             True when that thread is out.
         """
-        if self._forked:
-            return True
         with self._lock:
             group, self._group = self._group, None
         return self._waiter.close(limit_s, (group, keep))
 
     @property
-    def _forked(self) -> bool:
-        """Is this a child of the process that connected? Its sockets and their streams are the parent's too."""
+    def is_inherited(self) -> bool:
+        """Is this process a forked child of the one that connected? Then sockets and their streams are the parent's."""
         return os.getpid() != self._pid
 
 
@@ -132,17 +130,5 @@ def finish(work: Any, limit_s: float | None = None) -> str | None:
     try:
         complete = work.wait(_NO_LIMIT if limit_s is None else max(timedelta(seconds=limit_s), _SHORTEST))
     except RuntimeError as error:
-        return brief(error)
+        return first_line(error)
     return None if complete else "the operation was cancelled"
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 1, 3"."""
-    distinct = sorted(set(ranks))
-    return f"rank{'s' if len(distinct) > 1 else ''} {', '.join(map(str, distinct))}"
-
-
-def brief(error: Exception) -> str:
-    """Return what gloo, or torch, says without the place in its source and the advice that follows."""
-    text = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).splitlines()[0]
-    return text.split(". ")[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 from eplb_core.backend import BackendContext, PeerMetadata
+from eplb_core.backend.toolkit import check_member
 from eplb_core.errors import error_for
 from eplb_gloo.hooks import NAME
 
@@ -44,8 +45,7 @@ def nonce_of(peer: PeerMetadata, context: BackendContext, slot_nbytes: int) -> b
     MetadataError
         It is no other member, was written by something else, or has other landing memory.
     """
-    if peer.rank not in context.members or peer.rank == context.rank:
-        raise error_for("EPLB-M005", peer=peer.rank, problem="it is not another member")
+    check_member(peer.rank, context)
     if len(peer.payload) != _PAYLOAD.size or not peer.payload.startswith(_MAGIC):
         raise error_for("EPLB-M005", peer=peer.rank, problem=f"its metadata was not written by this {NAME}")
     _, slots, nbytes, nonce = _PAYLOAD.unpack(peer.payload)

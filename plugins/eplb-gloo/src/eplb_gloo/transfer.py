@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from eplb_core.backend import Cancelled, TransferReceipt
-from eplb_core.backend.toolkit import Deadline
-from eplb_core.errors import error_for
-from eplb_gloo.group import GlooGroup, brief, finish, name_ranks
+from eplb_core.backend import BackendContext, TransferReceipt
+from eplb_core.backend.toolkit import Wait, cancelled_error, failed_error, first_line, name_ranks, stalled_error
+from eplb_core.errors import StalledError
+from eplb_gloo.group import GlooGroup, finish
 from eplb_gloo.hooks import NAME
 from eplb_gloo.messages import Messages
 from eplb_gloo.waiter import ended
@@ -31,12 +31,12 @@ class Failure:
     ----------
     reason : str
         What gloo says.
-    peer : int or None
-        Whose message it was.
+    peers : tuple of int
+        Whose message it was, as far as that is known.
     """
 
     reason: str
-    peer: int | None = None
+    peers: tuple[int, ...] = ()
 
 
 class Progress:
@@ -62,22 +62,18 @@ class Progress:
 
         A connection that closed is reported at once, so that the reason is in place before ours are closed.
         """
-        for self.at, (peer, work) in enumerate(self.works):
+        for at, (peer, work) in enumerate(self.works):
+            self.at = at
             reason = finish(work)
             if reason is not None:
-                return Failure(reason, peer)
+                return Failure(reason, (peer,))
         return None
 
-    def late(self, first: int, stop: int) -> list[int]:
-        """Return whose messages are not complete, one entry per message, once every connection is closed.
-
-        Parameters
-        ----------
-        first, stop : int
-            Where the thread stopped, and the number after the last one of interest.
-        """
-        rest = [peer for peer, work in self.works[first + 1 : stop] if finish(work, 0.0) is not None]
-        return [self.works[first][0], *rest]
+    def late(self, stop: int) -> list[int]:
+        """Return whose messages before number `stop` are not complete, once every connection is closed."""
+        at = self.at
+        rest = [peer for peer, work in self.works[at + 1 : stop] if finish(work, 0.0) is not None]
+        return [self.works[at][0], *rest]
 
 
 @dataclass(eq=False)
@@ -139,6 +135,7 @@ class LayerTransfer:
         """
         works: list[tuple[int, Any]] = []
         self.progress, self.num_receives = Progress(works), len(receives)
+        self.failure = Failure("posting was interrupted")
         try:
             # Receives first: gloo sends nothing before the other end has said that it is ready.
             for peer, place, tag, offset, nbytes in zip(
@@ -148,18 +145,28 @@ class LayerTransfer:
             for peer, place, tag, buffer in zip(sends.peers, sends.group_ranks, sends.tags, outgoing, strict=True):
                 works.append((peer, group.send(buffer, place, tag)))
         except RuntimeError as error:
-            self.failure = Failure(brief(error))
+            self.failure = Failure(first_line(error))
             return
         self.outcome = group.submit(self.progress.finish)
+        self.failure = None
+
+    @property
+    def waiting_for(self) -> str:
+        """Whose message is waited for, as text."""
+        progress = self.progress
+        if progress is None or not progress.works:
+            return name_ranks([])
+        peer = name_ranks([progress.works[progress.at][0]])
+        return peer if progress.at < self.num_receives else f"{peer} to take what was sent"
 
     def over(self, limit_s: float) -> bool:
         """Wait for its end, whichever it is, at most `limit_s` seconds; say whether it has come."""
         outcome = self.outcome
-        if self.failure is None and outcome is not None:
+        if outcome is not None and self.failure is None:
             if not ended(outcome, limit_s):
                 return False
             self.failure = outcome.result()
-        return self.failure is not None or outcome is not None or self.receipt is not None
+        return True
 
     def complete(self) -> TransferReceipt:
         """Drop the messages, all of which are complete."""
@@ -173,9 +180,7 @@ class LayerTransfer:
         self.failure = self.failure or Failure(reason)
 
 
-def await_end(
-    transfer: LayerTransfer, group: GlooGroup, cancelled: Callable[[], Cancelled | None], timeout_s: float
-) -> TransferReceipt:
+def await_end(transfer: LayerTransfer, group: GlooGroup, context: BackendContext, timeout_s: float) -> TransferReceipt:
     """Wait until every message of a layer is complete.
 
     Parameters
@@ -184,8 +189,8 @@ def await_end(
         In flight.
     group : GlooGroup
         The connections, which are closed when the limit is over.
-    cancelled : callable
-        See `eplb_core.backend.BackendContext`.
+    context : BackendContext
+        Says whether the layer was called off.
     timeout_s : float
         Limit, seconds.
 
@@ -197,39 +202,31 @@ def await_end(
         The limit is over.
     """
     where = f"layer {transfer.layer}, phase wait"
-    deadline = Deadline(timeout_s)
-    while not transfer.over(min(LOOK_EVERY_S, deadline.left_s)):
-        look = cancelled()
-        if look is not None:
-            raise _called_off(look, where)
-        if deadline.over:
-            raise _stalled(transfer, group, deadline.elapsed_s, where)
+    wait = Wait(context, timeout_s, label=NAME, where=where)
+    while not transfer.over(min(LOOK_EVERY_S, wait.deadline.left_s)):
+        try:
+            wait.check(transfer.waiting_for)
+        except StalledError:
+            late = _sever_and_ask(transfer, group)
+            seconds = wait.deadline.elapsed_s
+            transfer.failure = Failure(f"its limit of {timeout_s:g} s was over")
+            raise stalled_error(NAME, seconds, where, late) from None
     failure = transfer.failure
     if failure is None:
         return transfer.complete()
-    look = cancelled()  # what happened elsewhere explains more than what gloo saw of it
+    look = context.cancelled()  # what happened elsewhere explains more than what gloo saw of it
     if look is not None:
-        raise _called_off(look, where)
-    whose = "" if failure.peer is None else f"with rank {failure.peer}, "
-    raise error_for("EPLB-T001", label=NAME, state=failure.reason, detail=f"({whose}{where}).")
+        raise cancelled_error(NAME, look, where)
+    raise failed_error(NAME, failure.reason, where, failure.peers)
 
 
-def _called_off(look: Cancelled, where: str) -> Exception:
-    return error_for("EPLB-T001", label=NAME, state="cancelled", detail=f"{look.reason} ({where}).")
-
-
-def _stalled(transfer: LayerTransfer, group: GlooGroup, seconds: float, where: str) -> Exception:
+def _sever_and_ask(transfer: LayerTransfer, group: GlooGroup) -> str:
     """Find out who is late, which takes closing the connections: over an open one, asking is waiting."""
     progress, outcome = transfer.progress, transfer.outcome
     group.sever()
-    late = "nobody any more"  # where another thread gave the transfer up at this very moment
-    if progress is not None and outcome is not None:
-        ended(outcome, _WAKE_S)  # the thread is out of what it waited for, or stuck in it
-        first, stop = progress.at, len(progress.works)
-        if first < transfer.num_receives:
-            late = name_ranks(progress.late(first, transfer.num_receives))
-        else:
-            late = f"{name_ranks(progress.late(first, stop))} to take what was sent"
-    error = error_for("EPLB-T002", seconds=seconds, where=f"{where} over {NAME}", waiting_for=late)
-    transfer.failure = Failure(f"the limit of {seconds:.1f} s was over")
-    return error
+    if progress is None or outcome is None:  # another thread gave the transfer up at this very moment
+        return "nobody any more"
+    ended(outcome, _WAKE_S)  # the thread is out of what it waited for, or stuck in it
+    if progress.at < transfer.num_receives:
+        return name_ranks(progress.late(transfer.num_receives))
+    return f"{name_ranks(progress.late(len(progress.works)))} to take what was sent"

@@ -1,4 +1,4 @@
-"""A thread that blocks inside gloo in its caller's place, so that the caller can let go of a call that never returns."""
+"""A thread that blocks inside gloo in its caller's place, so that the caller can let go of it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Waiter:
     """One thread, which makes one call after the other.
 
     gloo's waits can be neither polled nor cut short. Closing the connections wakes them, except for a receive that is
-    partly in and a send that is partly out: a peer that dies in the middle of a message leaves such a wait blocked until
-    its limit. So no caller is ever inside one.
+    partly in and a send that is partly out: a peer that dies in the middle of a message leaves such a wait blocked for
+    good. So no caller is ever inside one.
 
     The thread refers to the calls that it was given and to nothing else: whoever owns the waiter can be dropped.
     """
