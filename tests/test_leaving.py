@@ -16,6 +16,7 @@ import eplb_core as eplb
 from eplb_core.errors import CommitError, ConfigError, EplbError, PlanError, StalledError, TransferError
 from eplb_core.hookspecs import hookimpl
 from eplb_core.memory.commit import CommitCopies
+from eplb_core.memory.quarantine import kept
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, run_ranks
 from eplb_core.voting.liveness import Ring
@@ -156,7 +157,6 @@ def test_a_ring_may_be_looked_at_after_it_was_closed() -> None:
 
 
 def whose_backend_fails_to_close(rank: Rank):
-    import eplb_core.communicator
     from eplb_gloo.backend import GlooBackend
 
     maps = shuffles(2, 1, 2, 4)
@@ -171,7 +171,7 @@ def whose_backend_fails_to_close(rank: Rank):
     GlooBackend.close = fail
     comm.close()
     comm.close()
-    return len(eplb_core.communicator._NEVER_FREED)
+    return kept()
 
 
 def test_a_backend_that_fails_to_close_keeps_its_landing_memory_and_stops_nobody() -> None:

@@ -222,7 +222,7 @@ def after_the_host_let_go(rank: Rank, backend: str):
             torch.full((4, 64), 0xFF, dtype=torch.uint8)
         comm.rearrange(old, new)
         alive = [not torch.UntypedStorage._expired(ref) for ref in weak]
-        model.weights = [[tensor] for (tensor,) in comm._assembly.layout.weights]
+        model.weights = [[tensor] for (tensor,) in comm._lives.epoch.setup.layout.weights]
         assert [tensor.data_ptr() for layer in model.weights for tensor in layer] == addresses
         return model.wrong_rows(new), all(alive)
 

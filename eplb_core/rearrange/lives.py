@@ -17,7 +17,7 @@ from eplb_core.errors import EplbError, TransferError, error_for
 from eplb_core.rearrange.entrance import Entrance
 from eplb_core.rearrange.epoch import Epoch
 from eplb_core.rearrange.retirement import Retirement
-from eplb_core.voting.meeting import Meeting, post_key
+from eplb_core.voting.meeting import Meeting
 from eplb_core.voting.operations import Refusal, perform
 from eplb_core.weights.host_landing import check_landing
 
@@ -155,10 +155,7 @@ class Lives:
             time.sleep(2e-3)
             return Refusal(refusal) if heard.over else None
 
-        client = self._connected(self._timeout_s)
-        perform(self._meeting(members, 0).refusing(refusal), client, pause)
-        if not heard.over:
-            client.delete(post_key(self.rank))
+        perform(self._meeting(members, 0).refusing(refusal), self._connected(self._timeout_s), pause)
 
     def _meeting(self, members: tuple[int, ...], epoch: int) -> Meeting:
         private = self.control.private

@@ -10,7 +10,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eplb_core.control.process import ProcessIdentity
@@ -80,10 +80,13 @@ class Roll:
         By rank.
     epoch : int
         Number of the epoch that begins, higher than any that a member knows.
+    refused_by : int or None
+        Whose post refuses: the lowest member, the only one that looks at all, has read it, and says so to the others.
     """
 
     nonces: Mapping[int, str]
     epoch: int
+    refused_by: int | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -98,13 +101,14 @@ class Roll:
 
     def to_bytes(self) -> bytes:
         """Encode it."""
-        return json.dumps([self.epoch, sorted(self.nonces.items())]).encode()
+        return json.dumps([self.epoch, sorted(self.nonces.items()), self.refused_by]).encode()
 
     @classmethod
     def from_bytes(cls, body: bytes) -> Roll:
         """Decode what `to_bytes` made."""
-        epoch, nonces = json.loads(body)
-        return cls({int(rank): str(nonce) for rank, nonce in nonces}, int(epoch))
+        epoch, nonces, refused_by = json.loads(body)
+        refused_by = None if refused_by is None else int(refused_by)
+        return cls({int(rank): str(nonce) for rank, nonce in nonces}, int(epoch), refused_by)
 
 
 @dataclass(frozen=True)
@@ -181,8 +185,9 @@ class Meeting:
         TransferError
             Another process is this rank (EPLB-T015).
         """
+        nonce = None
         while True:
-            yield from self._looking_for_another()
+            yield from self._looking_for_another(nonce)
             nonce = self.fresh()
             yield self._put(Post(nonce, self.members, self.epoch, self.process))
             roll = yield from (self._gathering(nonce) if self.rank == self.members[0] else self._entering(nonce))
@@ -202,9 +207,16 @@ class Meeting:
         yield from self._looking_for_another()
         nonce = self.fresh()
         yield self._put(Post(nonce, self.members, self.epoch, self.process, error))
+        others = [rank for rank in self.members if rank != self.rank]
+        marks = [self._read_key(nonce, rank) for rank in others]
         while True:
-            values = yield Get(tuple(self._read_key(nonce, rank) for rank in self.members if rank != self.rank))
-            if all(values) or (yield Pause()) is not None:
+            *read, roll, post = yield Get((*marks, self._roll_key, post_key(self.members[0])))
+            if all(read):
+                return
+            # Where several refuse, one is heard; the others stop when they hear it, for nobody else will read them.
+            if self.rank != self.members[0] and (yield from self._hearing(roll, post)) is not None:
+                return
+            if (yield Pause()) is not None:
                 return
 
     def _gathering(self, nonce: str) -> Steps[Roll]:
@@ -214,7 +226,10 @@ class Meeting:
             known = self._roll(values[0])
             posts = dict(zip(self.members, map(self._post, self.members, values[1:]), strict=True))
             self._stay_this_rank(posts[self.rank], nonce)
-            yield from self._heeding(posts)
+            heard = yield from self._heeding(posts)
+            if heard is not None:
+                yield self._publish(replace(known or Roll({}, 0), refused_by=heard[0]))
+                raise heard[1]
             used = known.nonces if known is not None else {}
             self.waiting_for = {
                 rank: why for rank, post in posts.items() if (why := self._why_not_there(rank, post, used)) is not None
@@ -223,7 +238,7 @@ class Meeting:
                 there = {rank: post for rank, post in posts.items() if post is not None}
                 epoch = 1 + max(known.epoch if known else 0, *(post.epoch for post in there.values()))
                 roll = Roll({rank: post.nonce for rank, post in there.items()}, epoch)
-                yield Put(self._roll_key, self._scope(self.members[0]).seal("roll", roll.to_bytes()))
+                yield self._publish(roll)
                 return roll
             yield from self._pausing()
 
@@ -233,12 +248,14 @@ class Meeting:
         while True:
             values = yield Get((self._roll_key, post_key(self.rank), post_key(leader)))
             self._stay_this_rank(self._post(self.rank, values[1]), nonce)
+            heard = yield from self._hearing(values[0], values[2])
+            if heard is not None:
+                raise heard[1]
             roll = self._roll(values[0])
             if roll is not None and roll.members == self.members and roll.nonces[self.rank] == nonce:
                 self.waiting_for = {}
                 return roll
             post = self._post(leader, values[2])
-            yield from self._heeding({leader: post})
             why = self._why_not_there(leader, post, roll.nonces if roll is not None else {})
             self.waiting_for = {leader: why or "its roll of all members"}
             yield from self._pausing()
@@ -267,22 +284,43 @@ class Meeting:
         if refusal is not None:
             raise refusal.error
 
-    def _looking_for_another(self) -> Steps[None]:
-        """Steps that make sure that no other process is this rank."""
+    def _looking_for_another(self, nonce: str | None = None) -> Steps[None]:
+        """Steps that make sure that no other process is this rank; with the nonce that this attempt has posted, if any."""
         (value,) = yield Get((post_key(self.rank),))
         post = self._post(self.rank, value)
-        if post is not None and post.process != self.process and post.process.in_use():
+        if post is None or post.process == self.process:
+            return
+        there = post.process.in_use()
+        # One that has replaced this attempt's post counts as there also where that cannot be seen: else two processes on
+        # two machines would replace each other's until their limits.
+        if there or (there is None and nonce is not None):
             raise self._another(post)
 
-    def _heeding(self, posts: Mapping[int, Post | None]) -> Steps[None]:
-        """Steps that raise the refusal of a member, when it is one of this life."""
-        for post in posts.values():
+    def _hearing(self, roll: bytes | None, post: bytes | None) -> Steps[tuple[int, EplbError] | None]:
+        """Steps of every member but the lowest: hear the lowest refuse, or of whom else it says that it has refused."""
+        leader, known = self.members[0], self._roll(roll)
+        posts = {leader: self._post(leader, post)}
+        by = known.refused_by if known is not None else None
+        if by is not None and by != self.rank and by in self.members:
+            (value,) = yield Get((post_key(by),))
+            posts[by] = self._post(by, value)
+        return (yield from self._heeding(posts))
+
+    def _heeding(self, posts: Mapping[int, Post | None]) -> Steps[tuple[int, EplbError] | None]:
+        """Steps that find who refuses, and why, when it is one of this life, and tell it that it was read."""
+        for rank, post in posts.items():
             if post is None or post.refusal is None:
                 continue
             # Its process may have ended long ago; then it is told at the limit, if nobody has come in its place.
-            if self.private or post.process.in_use() is not False:
-                yield Put(self._read_key(post.nonce, self.rank), b"1")
-                raise post.refusal
+            if not self.private and post.process.in_use() is False:
+                continue
+            # So is one that this process has read before: it ended that attempt, and its rank may come anew to this one.
+            key, mine = self._read_key(post.nonce, self.rank), self.process.token.encode()
+            (read,) = yield Get((key,))
+            if read != mine:
+                yield Put(key, mine)
+                return rank, post.refusal
+        return None
 
     # --- what is posted ----------------------------------------------------------------------------------------------
 
@@ -306,6 +344,9 @@ class Meeting:
 
     def _put(self, post: Post) -> Put:
         return Put(post_key(self.rank), self._scope(self.rank).seal("post", post.to_bytes()))
+
+    def _publish(self, roll: Roll) -> Put:
+        return Put(self._roll_key, self._scope(self.members[0]).seal("roll", roll.to_bytes()))
 
     def _post(self, rank: int, value: bytes | None) -> Post | None:
         return None if value is None else _read(Post.from_bytes, self._scope(rank), value, "post")
@@ -339,7 +380,7 @@ def _read(decode: Callable[[bytes], Any], scope: MessageScope, value: bytes, kin
 
 
 def all_agree(rank: int) -> Callable[[Mapping[int, Ballot]], Decision]:
-    """Return the tally that commits when every ballot says so, else aborts with the reason of the lowest rank."""
+    """Return the tally that commits when every ballot says so, else aborts with the reason of the lowest that refuses."""
 
     def tally(ballots: Mapping[int, Ballot]) -> Decision:
         for voter in sorted(ballots):

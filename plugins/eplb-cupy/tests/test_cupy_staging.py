@@ -49,7 +49,7 @@ def moves(rank: Rank, device: str, backend: str = "torch_gloo", options=None, st
             wrong += model.wrong_rows(new)
         landing = [slot.untyped_storage().data_ptr() for slot in comm._lives.epoch.landing.slots]
         is_cupys = all(address in pinned_on_host.held for address in landing)
-        allocator = comm._assembly.allocator
+        allocator = comm._lives.epoch.setup.allocator
     del comm
     if device != "cpu":
         torch.accelerator.synchronize()  # close does not wait for the event that guards landing memory

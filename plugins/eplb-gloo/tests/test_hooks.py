@@ -172,6 +172,6 @@ def _misfits(rank: Rank) -> None:
             assert caught.value.code == "EPLB-T001"
     with pytest.raises(TransferError, match="layer 7 is not registered"):
         member.backend.transfer(replace(plan, layer=7))
-    assert not member.backend._in_flight
+    assert not member.backend._life.in_flight
     member.meet("refused")
     assert member.rounds(1) > 0

@@ -41,7 +41,7 @@ def _many_rounds(rank: Rank) -> tuple[tuple[int, int], tuple[int, int], int]:
     before, resident = (descriptors(), threads()), resident_nbytes()
     member.rounds(200)
     gc.collect()
-    assert not member.backend._in_flight
+    assert not member.backend._life.in_flight
     return before, (descriptors(), threads()), resident_nbytes() - resident
 
 

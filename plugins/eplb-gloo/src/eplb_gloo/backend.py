@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import struct
-import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
@@ -22,18 +21,21 @@ from eplb_core.backend import (
     TransferPlan,
     TransferReceipt,
 )
+from eplb_core.backend.toolkit import Lifecycle
 from eplb_core.errors import error_for
-from eplb_gloo.flight import Failure, LayerTransfer, finish_all
-from eplb_gloo.group import NONCE_NBYTES, GlooGroup, name_ranks
+from eplb_gloo.connect import connect_members
+from eplb_gloo.forks import keep_in_children
+from eplb_gloo.group import GlooGroup
 from eplb_gloo.hooks import NAME, why_not_available
 from eplb_gloo.messages import MisfitError, Registered, cut_messages
+from eplb_gloo.metadata import NONCE_NBYTES, encode_payload, nonce_of
 from eplb_gloo.options import COALESCE_NBYTES, GlooOptions
 from eplb_gloo.sources import DeviceSource, HostSource, Source
 from eplb_gloo.staging import SendSlots, send_slot_nbytes
-from eplb_gloo.watch import CancelWatch
+from eplb_gloo.transfer import LayerTransfer, await_end
 
-_PAYLOAD = struct.Struct(f"!8sBQ{NONCE_NBYTES}s")  # magic, landing slots, bytes of each, nonce
-_MAGIC = b"eplbglo1"
+_ASK_S = 1e-3  # for what is complete but not yet seen to be
+_CLOSE_S = 0.5  # a thread that closing wakes needs milliseconds
 
 
 class GlooBackend:
@@ -56,17 +58,14 @@ class GlooBackend:
         self.coalesce_nbytes = options.coalesce_nbytes
         self._options = options
         self._context = context
+        self._life: Lifecycle[LayerTransfer] = Lifecycle(context, NAME)
         self._nonce = os.urandom(NONCE_NBYTES)
         self._buffers: Buffers | None = None
         self._registered: Registered | None = None
         self._source: Source | None = None
         self._staging: SendSlots | None = None
-        self._connected = False
         self._group: GlooGroup | None = None
-        self._watch: CancelWatch | None = None
-        self._in_flight: dict[int, LayerTransfer] = {}  # by slot
-        self._poisoned: tuple[str, str] | None = None  # since where, why
-        self._closed = False
+        self._shut_when_dropped: weakref.finalize[..., GlooBackend] | None = None
 
     @classmethod
     def probe(cls, options: GlooOptions) -> Mapping[str, str]:
@@ -89,9 +88,7 @@ class GlooBackend:
     @hookimpl
     def register_buffers(self, buffers: Buffers) -> LocalMetadata:
         """Take the buffers and allocate send staging; see `eplb_core.hookspecs.BackendSpec.register_buffers`."""
-        self._refuse_if_unusable()
-        if self._buffers is not None:
-            raise error_for("EPLB-P004", problem=f"{NAME} was given its buffers before")
+        self._life.registering()
         context = self._context
         if buffers.landing_rows is not None or len(buffers.landing) != context.staging_layers:
             problem = f"{NAME} receives into {context.staging_layers} packed landing slots of the core's own"
@@ -113,30 +110,19 @@ class GlooBackend:
         on_host = context.device.type == "cpu"
         self._source = HostSource(buffers.rows, slots) if on_host else DeviceSource(buffers.rows, slots, context.stream)
         self._buffers = buffers
-        return LocalMetadata(_PAYLOAD.pack(_MAGIC, context.staging_layers, self._registered.slot_nbytes, self._nonce))
+        return LocalMetadata(encode_payload(context.staging_layers, self._registered.slot_nbytes, self._nonce))
 
     @hookimpl
     def exchange_metadata(self, local: LocalMetadata, peers: Sequence[PeerMetadata]) -> ConnectReceipt:
         """Connect all members at the first call; see `eplb_core.hookspecs.BackendSpec.exchange_metadata`."""
-        self._refuse_if_unusable()
-        context, registered = self._context, self._registered
-        if registered is None:
-            raise error_for("EPLB-P004", problem=f"{NAME} is connected before it was given its buffers")
-        nonces = {peer.rank: self._check_peer(peer, registered) for peer in peers}
-        if not self._connected and len(context.members) > 1:
-            group = GlooGroup(
-                context.store,
-                members=context.members,
-                rank=context.rank,
-                host=context.host,
-                threads=self._options.threads,
-                nonce=self._nonce,
-                timeout_s=context.timeout_s,
-                cancelled=context.cancelled,
-            )
-            self._group = group
-            self._watch = CancelWatch(context.cancelled, group.sever)
-        self._connected = True
+        self._life.connecting()
+        context, slot_nbytes = self._context, 0 if self._registered is None else self._registered.slot_nbytes
+        nonces = {peer.rank: nonce_of(peer, context, slot_nbytes) for peer in peers}
+        if not self._life.is_connected and len(context.members) > 1:
+            group = self._group = connect_members(context, self._nonce, self._options.threads)
+            self._shut_when_dropped = weakref.finalize(self, _shut, group, self._life.in_flight, self._staging)
+            keep_in_children(self)
+        self._life.connected()
         for rank, nonce in nonces.items():
             if self._group is None or self._group.nonces.get(rank) != nonce:
                 raise error_for("EPLB-M005", peer=rank, problem="it does not belong to the process that connected")
@@ -145,12 +131,10 @@ class GlooBackend:
     @hookimpl
     def transfer(self, plan: TransferPlan) -> LayerTransfer:
         """Post receives, then sends as they become ready; see `eplb_core.hookspecs.BackendSpec.transfer`."""
-        self._refuse_if_unusable()
+        self._life.starting(plan.slot)
         registered, source, buffers = self._registered, self._source, self._buffers
-        if not self._connected or registered is None or source is None or buffers is None:
-            raise error_for("EPLB-P004", problem=f"a transfer over {NAME} before it is connected")
-        if not 0 <= plan.slot < len(buffers.landing) or plan.slot in self._in_flight:
-            raise error_for("EPLB-P004", problem=f"a transfer into slot {plan.slot}, which is in use or not there")
+        if registered is None or source is None or buffers is None:  # another thread has just closed it
+            raise error_for("EPLB-T008", name=self._context.name)
         try:
             receives = cut_messages(plan.receives, plan.layer, plan.sequence, registered)
             sends = cut_messages(plan.sends, plan.layer, plan.sequence, registered)
@@ -162,7 +146,7 @@ class GlooBackend:
         if self._group is None or not len(receives) + len(sends):
             transfer.complete()
             return transfer
-        self._in_flight[plan.slot] = transfer
+        self._life.begin(transfer)
         transfer.post(self._group, receives, buffers.landing[plan.slot], sends, outgoing)
         return transfer
 
@@ -172,31 +156,20 @@ class GlooBackend:
         transfer = _own(handle)
         if transfer.receipt is not None:
             return transfer.receipt
-        self._refuse_if_unusable()
-        watch = self._watch
-        if watch is None or self._in_flight.get(transfer.slot) is not transfer:
-            raise error_for("EPLB-P004", problem=f"a wait over {NAME} for a transfer that is not in flight")
-        started = time.monotonic()
-        failure: Failure | None
-        if transfer.failure is not None:
-            failure = Failure(transfer.failure)
-        else:
-            with watch:
-                failure = finish_all(transfer, started + timeout_s)
-            if failure is None and watch.acted:  # it came through, but the connections are closed
-                failure = Failure("cancelled")
-        if failure is not None:
-            transfer.failure = failure.reason
-            raise self._explain(transfer, failure, time.monotonic() - started, watch)
-        self._leave(transfer)
-        return transfer.complete()
+        self._life.waiting(transfer)
+        group = self._group
+        if group is None:  # another thread has just closed it
+            raise error_for("EPLB-T008", name=self._context.name)
+        receipt = await_end(transfer, group, self._context, timeout_s)
+        self._life.end(transfer)
+        return receipt
 
     def progress(self) -> None:
         """Do nothing: gloo's threads move the bytes."""
 
     def connected(self) -> bool:
         """Say so at once: gloo connects all members before its constructor returns."""
-        return self._connected
+        return self._life.is_connected
 
     def abort(self, handle: object, reason: str) -> bool:
         """Stop a transfer.
@@ -215,17 +188,15 @@ class GlooBackend:
             waits too, and nothing goes over this backend any more.
         """
         transfer = _own(handle)
-        if transfer.receipt is not None:
-            return True
-        # Asking is waiting, and a wait of 1 ms that finds work outstanding closes the connections: just what is due.
-        if transfer.failure is None and finish_all(transfer, time.monotonic()) is None:
-            self._leave(transfer)
+        if transfer.receipt is None and transfer.over(_ASK_S) and transfer.failure is None:
             transfer.complete()
-            return True
-        self._sever(f"layer {transfer.layer}, phase abort", reason)
-        self._leave(transfer)
-        transfer.give_up(reason)
-        return False
+        if transfer.receipt is None:
+            self._life.poison(f"layer {transfer.layer}, phase abort", reason)
+            if self._group is not None:
+                self._group.sever()
+            transfer.give_up(reason)
+        self._life.end(transfer)
+        return transfer.receipt is not None
 
     def close(self, force: bool = False) -> bool:
         """Give connections, threads and staging back, at once in either case.
@@ -233,83 +204,41 @@ class GlooBackend:
         Returns
         -------
         bool
-            True when gloo holds no memory of ours any more: its threads are gone. False only while another thread is
-            still inside a wait, which this has woken.
+            True when gloo holds no memory of ours any more: its threads are gone. False when a peer died in the middle
+            of a message, and a thread is left behind in the wait for it; or, in the worst case, when it is out of that
+            wait but had no time to say so, after which a second call returns True.
         """
-        if self._closed:
-            return not self._waiting
-        self._closed = True
-        reason = "the backend was closed"
-        if self._in_flight:
-            self._sever("close", reason)
-        for transfer in self._in_flight.values():
-            transfer.give_up(reason)
-        self._in_flight = {}
-        if self._watch is not None:
-            self._watch.close()
-        if self._group is not None:
-            self._group.close()
-        if self._waiting:
+        self._life.close()
+        if self._group is not None and self._group.is_inherited:
+            return True
+        if self._shut_when_dropped is not None:
+            self._shut_when_dropped.detach()
+        self._source = self._buffers = None
+        if self._group is not None and not _shut(self._group, self._life.in_flight, self._staging):
             return False
         if self._staging is not None:
             self._staging.release()
-        self._group = self._source = self._buffers = None
+        self._group = None
         return True
 
-    # --- behind the hooks -----------------------------------------------------------------------------------------
 
-    @property
-    def _waiting(self) -> bool:
-        return self._watch is not None and self._watch.waiting
+def _shut(group: GlooGroup, in_flight: dict[int, LayerTransfer], staging: SendSlots | None) -> bool:
+    """Close the connections; of a backend that is dropped without a close, too, so it does not refer to one.
 
-    def _refuse_if_unusable(self) -> None:
-        if self._closed:
-            raise error_for("EPLB-T008", name=self._context.name)
-        if self._poisoned is not None:
-            where, reason = self._poisoned
-            raise error_for("EPLB-T004", name=self._context.name, where=where, reason=reason)
-
-    def _check_peer(self, peer: PeerMetadata, registered: Registered) -> bytes:
-        """Return a peer's nonce, after comparing what gloo would not survive if it differed."""
-        if peer.rank not in self._context.members or peer.rank == self._context.rank:
-            raise error_for("EPLB-M005", peer=peer.rank, problem="it is not another member")
-        if len(peer.payload) != _PAYLOAD.size or not peer.payload.startswith(_MAGIC):
-            raise error_for("EPLB-M005", peer=peer.rank, problem=f"its metadata was not written by this {NAME}")
-        _, slots, slot_nbytes, nonce = _PAYLOAD.unpack(peer.payload)
-        for field_name, local, remote in (
-            ("landing slots", self._context.staging_layers, slots),
-            ("landing slot nbytes", registered.slot_nbytes, slot_nbytes),
-        ):
-            if local != remote:
-                raise error_for("EPLB-M004", label=NAME, field=field_name, peer=peer.rank, local=local, remote=remote)
-        return bytes(nonce)
-
-    def _leave(self, transfer: LayerTransfer) -> None:
-        if self._in_flight.get(transfer.slot) is transfer:
-            del self._in_flight[transfer.slot]
-
-    def _sever(self, where: str, reason: str) -> None:
-        if self._poisoned is None:
-            self._poisoned = (where, reason)
-        if self._group is not None:
-            self._group.sever()
-            self._group.close()
-
-    def _explain(self, transfer: LayerTransfer, failure: Failure, elapsed_s: float, watch: CancelWatch) -> Exception:
-        """Say why a wait failed: because of what happened elsewhere, if anything did, else what gloo says."""
-        where = f"layer {transfer.layer}, phase wait"
-        if watch.failure is not None:
-            return watch.failure
-        reason = watch.reason or self._context.cancelled()
-        if reason:
-            return error_for("EPLB-T001", label=NAME, state="cancelled", detail=f"{reason} ({where}).")
-        if failure.timed_out:
-            late = name_ranks(failure.silent or failure.untaken)
-            waiting_for = late if failure.silent else f"{late} to take what was sent"
-            where = f"{where} over {NAME}"
-            return error_for("EPLB-T002", seconds=elapsed_s, where=where, waiting_for=waiting_for)
-        whose = "" if failure.peer is None else f"with rank {failure.peer}, "
-        return error_for("EPLB-T001", label=NAME, state=failure.reason, detail=f"({whose}{where}).")
+    Returns
+    -------
+    bool
+        True when no thread is inside gloo any more; else send staging is kept for the life of the process. A forked
+        child leaves everything as it is.
+    """
+    if group.is_inherited:
+        return True
+    if in_flight:
+        group.sever()
+    for transfer in in_flight.values():
+        transfer.give_up("the backend was closed")
+    in_flight.clear()
+    return group.close(_CLOSE_S, keep=staging)
 
 
 def _own(handle: object) -> LayerTransfer:
