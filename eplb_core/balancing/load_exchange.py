@@ -29,8 +29,8 @@ _TEXT_NBYTES = 64 << 10
 _COUNTS, _TOKENS, _ERROR = b"I", b"d", b"E"
 
 Pause = Callable[[str, Callable[[], list[int]]], None]
-"""``pause(what, missing)`` is called while a rank waits; it raises when the wait is to end. ``missing()`` asks the store
-for whom it waits."""
+"""``pause(what, missing)`` is called while a rank waits; it raises when the wait is to end. ``missing()`` asks the
+store for whom it waits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +41,15 @@ class Round:
     ----------
     step : int
         The forward step at which the placing rank's window ended: rearrangements are counted from it.
-    placement : NewPlacement
+    placement : NewPlacement or None
         What is to hold, on every rank the same.
+    refusal : EplbError or None
+        Why there is none.
     """
 
     step: int
-    placement: NewPlacement
+    placement: NewPlacement | None
+    refusal: EplbError | None = None
 
 
 class LoadExchange:
@@ -83,7 +86,7 @@ class LoadExchange:
         step: int,
         load: FloatArray | EplbError,
         place: Callable[[FloatArray], NewPlacement],
-        pause: Pause = lambda what, missing: None,
+        pause: Pause,
     ) -> Round:
         """Post this rank's load and return what is placed by that of all; collective.
 
@@ -92,7 +95,7 @@ class LoadExchange:
         step : int
             At which this rank's window ended.
         load : FloatArray or EplbError
-            float64 [num_layers, num_logical_experts], or why there is none: every rank then raises that.
+            float64 [num_layers, num_logical_experts], or why there is none: every rank is then told that.
         place : callable
             From the load of all ranks to a placement; called on the lowest member alone.
         pause : callable
@@ -105,7 +108,7 @@ class LoadExchange:
         Raises
         ------
         EplbError
-            A load or the policy was refused, the same on all ranks, or what `pause` raises.
+            What `pause` raises; or a message is damaged.
         StoreGone
             The store did not answer.
         """
@@ -121,11 +124,11 @@ class LoadExchange:
                 if len(self._groups) > 1:
                     added = self._added("sum", [others[0] for others in self._groups], pause)
                 # Everybody who posted a load of this round has read the placement of the one before.
-                self._client.delete(self._key("placement", root, self._number - 1))
+                self._delete(self._key("placement", root, self._number - 1))
                 self._post("placement", self._placed(step, added, place))
         self._await("the placement", "placement", [root], pause)
         found = self._read("placement", root, _TEXT_NBYTES + 4 * math.prod(self._map_shape))
-        self._client.delete(*(self._key(kind, rank) for kind in ("load", "sum")))
+        self._delete(*(self._key(kind, rank) for kind in ("load", "sum")))
         return self._round(root, found)
 
     # --- the load -----------------------------------------------------------------------------------------------------
@@ -168,7 +171,7 @@ class LoadExchange:
                 raise load
             new = place(load)
         except EplbError as error:
-            return _ERROR + json.dumps(encode_error(error)).encode()
+            return json.dumps({"step": step, "refused": encode_error(error)}).encode() + b"\n"
         head = {
             "step": step,
             "before": new.balancedness_before,
@@ -180,11 +183,11 @@ class LoadExchange:
         return json.dumps(head).encode() + b"\n" + new.physical_to_logical_map.astype("<i4").tobytes()
 
     def _round(self, root: int, body: bytes) -> Round:
-        if body[:1] == _ERROR:
-            raise _decoded_error(root, body[1:])
         raw, _, placed = body.partition(b"\n")
         try:
             head = json.loads(raw)
+            if "refused" in head:
+                return Round(int(head["step"]), None, decode_error(head["refused"]))
             mapping: IntArray = np.frombuffer(placed, "<i4").astype(np.int64).reshape(self._map_shape)
             placement = NewPlacement(
                 mapping,
@@ -204,8 +207,15 @@ class LoadExchange:
         return self._members.key(f"balancing/{self._number if number is None else number}/{kind}/{rank}")
 
     def _post(self, kind: str, body: bytes) -> None:
-        sealed = self._members.seal(kind, body, generation=self._number)
-        self._client.set(self._key(kind, self._members.rank), sealed)
+        key = self._key(kind, self._members.rank)
+        self._client.set(key, self._members.seal(kind, body, generation=self._number))
+        # What is left over goes with the epoch's other keys; a placement when the last member leaves.
+        (self._members.client.shared if kind == "placement" else self._members.client.own).add(key)
+
+    def _delete(self, *keys: str) -> None:
+        self._client.delete(*keys)
+        self._members.client.shared.difference_update(keys)
+        self._members.client.own.difference_update(keys)
 
     def _read(self, kind: str, rank: int, limit_nbytes: int) -> bytes:
         value = self._client.read(self._key(kind, rank))

@@ -54,10 +54,9 @@ class VoteStore:
 
     def over(self, client: StoreClient) -> VoteStore:
         """Return the same over a connection of another thread's own."""
-        votes = [copy.copy(vote) for vote in (self.vote, self.landed)]
-        for vote in votes:
-            vote._client = client
-        return VoteStore(*votes, self._rank)
+        vote, landed = copy.copy(self.vote), copy.copy(self.landed)
+        vote._client = landed._client = client
+        return VoteStore(vote, landed, self._rank)
 
     def execute(self, operation: Operation) -> Any:
         """Do one operation and return its result."""
