@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from eplb_core.errors import error_for
 from eplb_core.rearrange.setup import set_up
 
 if TYPE_CHECKING:
+    from eplb_core.arrays import IntArray
     from eplb_core.communicator import Communicator
+    from eplb_core.config import EPLBConfig
     from eplb_core.control.store import StoreClient
+    from eplb_core.errors import EplbError
     from eplb_core.rearrange.epoch import Epoch
     from eplb_core.rearrange.rearrangement import Rearrangement
     from eplb_core.voting.diagnosis import Diagnosis
     from eplb_core.voting.members import Members
     from eplb_core.voting.vote import Vote
     from eplb_core.wire.ballots import Ballot, Decision
+
+
+class _Refusing:
+    """A map that cannot be read, for a reason that every rank is told."""
+
+    def __init__(self, refusal: EplbError) -> None:
+        self._refusal = refusal
+
+    def __array__(self, *_: object, **__: object) -> IntArray:
+        raise self._refusal
 
 
 class CoreAccess:
@@ -25,10 +39,14 @@ class CoreAccess:
     ----------
     communicator : Communicator
         Connected.
+    config : EPLBConfig
+        The load balancer's.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, config: EPLBConfig) -> None:
         self.communicator = communicator
+        self.config = config
+        self.timeout_s = float(config.timeout_s)
 
     # --- who and how many ---------------------------------------------------------------------------------------------
 
@@ -74,6 +92,17 @@ class CoreAccess:
         """This rank's watch over them."""
         return self._epoch.entered[1]
 
+    def check_members(self, where: str) -> None:
+        """Raise when a member is gone or has left, or when another thread closes the communicator."""
+        leaving, ring = self.communicator._state.leaving(), self.members.ring
+        if leaving is not None:
+            raise leaving
+        dead = ring.poll() if ring is not None else None
+        if dead is not None:
+            raise error_for("EPLB-T003", rank=dead, where=where)
+        if ring is not None and ring.departed:
+            raise error_for("EPLB-T021", reason=f"rank {min(ring.departed)} closed its communicator")
+
     def open_client(self, timeout_s: float) -> StoreClient:
         """Open a connection to the store for a thread of its own."""
         return self._epoch.control.client(f"eplb/{self.communicator.name}", timeout_s)
@@ -86,11 +115,29 @@ class CoreAccess:
         """Wait, within the limit, until events have happened on the device."""
         self._epoch.setup.streams.settle(events)
 
+    def begin(self, old_map: IntArray, new_map: IntArray, refusal: EplbError | None = None) -> Rearrangement:
+        """Begin a rearrangement, or tell the others, where they agree on it, why this rank does not want it."""
+        if refusal is not None:
+            return self.communicator.begin(_Refusing(refusal), new_map)
+        return self.communicator.begin(old_map, new_map)
+
+    def slots_vote(self, rearrangement: Rearrangement, layer: int) -> Vote:
+        """Make the vote on whether a layer may start everywhere."""
+        vote = self.members.vote(f"{layer}/slots", f"layer {layer}, phase slots")
+        rearrangement._moving.votes.append(vote)
+        return vote
+
     def landed_vote(self, rearrangement: Rearrangement, layer: int) -> Vote:
         """Make the vote whose ballots are the landed ones; its keys go when those of the layer's vote go."""
         vote = self.members.vote(f"{layer}/landed", f"layer {layer}, phase landed")
         rearrangement._moving.votes.append(vote)
         return vote
+
+    def abandon(self, rearrangement: Rearrangement, layer: int, error: EplbError) -> NoReturn:
+        """Give up a rearrangement between two layers: abort the vote on the next one, drain, and raise."""
+        vote = self.members.vote(str(layer), f"layer {layer}, phase vote")
+        decision = vote.abort(error)
+        rearrangement._failure.abandon(layer, decision, None)
 
     def tally(self, rearrangement: Rearrangement, layer: int, ballots: Mapping[int, Ballot]) -> Decision:
         """Let the core and the observers of this rank look at the landed ballots of all."""

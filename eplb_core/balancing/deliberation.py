@@ -12,7 +12,7 @@ from eplb_core.balancing.vote_store import Landed, VoteStore
 from eplb_core.wire.ballots import Decision
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Sequence
 
     from eplb_core.balancing.core_access import CoreAccess
     from eplb_core.balancing.patience import Patience
@@ -49,7 +49,7 @@ class BackgroundVote(LayerVote):
     def __init__(
         self,
         book: PromiseBook,
-        layer: Hashable,
+        layer: int,
         rank: int,
         members: Sequence[int],
         landed: Landed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 from eplb_core.balancing.promise import Operation, Outcome, PromiseBook
@@ -24,9 +23,9 @@ class EngineStep:
 
     Attributes
     ----------
-    layer : hashable or None
+    layer : int or None
         What it waits for, or has to settle.
-    due : list of hashable
+    due : list of int
         What to commit before the step is left, once `operation` is None.
     """
 
@@ -34,8 +33,8 @@ class EngineStep:
         self.book = book
         self.rank = rank
         self.phase = "enter"
-        self.layer: Hashable | None = None
-        self.due: list[Hashable] = []
+        self.layer: int | None = None
+        self.due: list[int] = []
         self._stands: Outcome | None = None
 
     def operation(self) -> Operation | None:

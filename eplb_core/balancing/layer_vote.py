@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eplb_core.balancing.promise import Operation, Outcome, PromiseBook
@@ -19,7 +19,7 @@ class LayerVote:
     ----------
     book : PromiseBook
         Of this rank.
-    layer : hashable
+    layer : int
         Its name in the book.
     rank : int
         This one.
@@ -29,9 +29,7 @@ class LayerVote:
         What this rank's landed ballot says.
     """
 
-    def __init__(
-        self, book: PromiseBook, layer: Hashable, rank: int, members: Sequence[int], landed: Any = None
-    ) -> None:
+    def __init__(self, book: PromiseBook, layer: int, rank: int, members: Sequence[int], landed: Any = None) -> None:
         self.book = book
         self.layer = layer
         self.rank = rank

@@ -150,7 +150,9 @@ class LoadWindow:
             self._open.moved.append((layer, self._rows[layer], taken))
         self._rows[layer] = new_row.copy()
 
-    def end_step(self, step: int, *, is_dummy: bool = False, mark: Callable[[], Any] = lambda: None) -> Any:
+    def end_step(
+        self, step: int, *, is_dummy: bool = False, mark: Callable[[], Any] = lambda: None
+    ) -> LoadSnapshot | None:
         """End a step, and tell what is known when a window ends with it.
 
         Parameters

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from eplb_core.balancing.policy import NewPlacement
 from eplb_core.errors import EplbError
 
 Phase = Literal[
@@ -48,6 +49,8 @@ class LoadBalancerStatus:
         After two the fallback is taken, where one is configured.
     num_engine_waits : int
         Times that `step` had to wait at a promise.
+    num_engine_settled : int
+        Times that it gave up waiting, and asked the store itself what stands.
     engine_waited_s, longest_engine_wait_s : float
         How long, in all and at most.
     counter_offset : int
@@ -55,6 +58,8 @@ class LoadBalancerStatus:
         that the ranks count are not the same ones.
     last_failure : EplbError or None
         The last one.
+    placement : NewPlacement or None
+        What was last placed: its gain, and the rows that it moves with and without alignment.
     """
 
     phase: str
@@ -70,10 +75,12 @@ class LoadBalancerStatus:
     num_failures: int
     failures_in_a_row: int
     num_engine_waits: int
+    num_engine_settled: int
     engine_waited_s: float
     longest_engine_wait_s: float
     counter_offset: int
     last_failure: EplbError | None
+    placement: NewPlacement | None
 
 
 @dataclass
@@ -86,10 +93,12 @@ class Progress:
     num_failures: int = 0
     failures_in_a_row: int = 0
     num_engine_waits: int = 0
+    num_engine_settled: int = 0
     engine_waited_s: float = 0.0
     longest_engine_wait_s: float = 0.0
     counter_offset: int = 0
     last_failure: EplbError | None = None
+    placement: NewPlacement | None = None
 
     def enter(self, phase: Phase, layer: int | None = None) -> None:
         """A phase begins."""

@@ -29,7 +29,6 @@ few operations on the store, never rows.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -97,11 +96,11 @@ class PromiseBook:
         self.changed = threading.Condition()
         self.margin = margin
         self.step = 0
-        self.promised: dict[Hashable, int] = {}
+        self.promised: dict[int, int] = {}
         """Undecided layers, and the P that this rank promised."""
-        self.due: dict[Hashable, int] = {}
+        self.due: dict[int, int] = {}
         """Layers to be committed, and their S."""
-        self.known: dict[Hashable, Outcome] = {}
+        self.known: dict[int, Outcome] = {}
         """Decisions of the rearrangement at hand."""
         self.dropping = False
         """Is what is decided from now on not to be committed?"""
@@ -111,7 +110,7 @@ class PromiseBook:
         with self.changed:
             self.step += 1
 
-    def promise(self, layer: Hashable) -> int:
+    def promise(self, layer: int) -> int:
         """Register a promise and return its P: from now on the engine stops there until the layer is decided."""
         with self.changed:
             # Not before what is due: an engine that stopped at an earlier P could keep the others from an S of theirs,
@@ -120,7 +119,7 @@ class PromiseBook:
             self.promised[layer] = promised
             return promised
 
-    def learn(self, layer: Hashable, outcome: Outcome) -> None:
+    def learn(self, layer: int, outcome: Outcome) -> None:
         """Take note of a decision and wake the engine that may wait for it; whoever knows first, the second is heard.
 
         Raises
@@ -137,14 +136,14 @@ class PromiseBook:
             self.changed.notify_all()
             self._check_due()
 
-    def look(self) -> tuple[Hashable | None, list[Hashable]]:
+    def look(self) -> tuple[int | None, list[int]]:
         """Tell what the step at hand waits for, and else what is to be committed in it.
 
         Returns
         -------
-        layer : hashable or None
+        layer : int or None
             One that the step may not leave undecided, if there is one.
-        due : list of hashable
+        due : list of int
             The layers to commit now, in the order of their decisions; none while one blocks. They stay due until
             `committed`, for the worker must not take a layer for committed while its copies are about to be made.
 
@@ -160,13 +159,13 @@ class PromiseBook:
             self._check_due()
             return None, [layer for layer, step in self.due.items() if step == self.step]
 
-    def committed(self, layer: Hashable) -> None:
+    def committed(self, layer: int) -> None:
         """A layer's copies are enqueued; the worker that may wait for it wakes up."""
         with self.changed:
             self.due.pop(layer, None)
             self.changed.notify_all()
 
-    def drop(self) -> list[Hashable]:
+    def drop(self) -> list[int]:
         """Give up every layer whose step has not come, whether it is decided or will be; return those decided."""
         with self.changed:
             dropped = list(self.due)

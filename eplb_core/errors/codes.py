@@ -688,6 +688,26 @@ _add(
     ],
 )
 
+_add(
+    "EPLB-T021",
+    "The rearrangement was called off: {reason}.",
+    meaning="A rank does not want the rearrangement at hand any more. No layer of it is committed from here on.",
+    when="In the background, on every rank; step() does not raise it, for nothing failed.",
+    situations=["invalidate(), before weights are reloaded", "one rank closes its LoadBalancer before the others do"],
+    solutions=["nothing to do: the next rearrangement comes at the next interval"],
+)
+_add(
+    "EPLB-T022",
+    "The load balancer's worker {problem}.",
+    meaning="The thread that rearranges in the background is dead, or sits in one place for longer than any wait may.",
+    when="In LoadBalancer.step(), on the rank whose worker it is. Others find it by the limits of their waits.",
+    situations=["a backend's library call does not return", "an error of a kind that nobody expected"],
+    solutions=[
+        "look at the exception that the message names, or at the thread's stack (py-spy dump)",
+        "close() the LoadBalancer and serve on with the placement that holds",
+    ],
+)
+
 # --- B: bench and demo ------------------------------------------------------------------------------------------------
 
 _add(

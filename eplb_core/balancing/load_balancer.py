@@ -1,0 +1,336 @@
+"""The load balancer: what a host engine embeds to have its experts rearranged while it serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy.typing as npt
+
+from eplb_core.arrays import IntArray
+from eplb_core.balancing.background import BackgroundRearrangement
+from eplb_core.balancing.core_access import CoreAccess
+from eplb_core.balancing.engine_side import EngineSide
+from eplb_core.balancing.handover import Handover
+from eplb_core.balancing.load_window import LoadWindow
+from eplb_core.balancing.placing import Placing
+from eplb_core.balancing.policy import check_slots, load_policy
+from eplb_core.balancing.progress import LoadBalancerStatus, Progress
+from eplb_core.balancing.promise import PromiseBook
+from eplb_core.balancing.rearranger import Rearranger
+from eplb_core.balancing.worker import Worker
+from eplb_core.communicator import Communicator
+from eplb_core.config import EPLBConfig
+from eplb_core.errors import ConfigError, TransferError, error_for
+from eplb_core.plan import check_maps
+
+if TYPE_CHECKING:
+    from eplb_core.balancing.load_window import LoadSnapshot
+    from eplb_core.report import RearrangeReport
+
+OnCommit = Callable[[int, IntArray, IntArray], None]
+"""``on_commit(layer, old_row, new_row)``: a layer's weights and map, [num_physical_experts], have changed."""
+
+_CLOSE_GRACE_S = 10.0
+
+
+class LoadBalancer:
+    """Watches which experts are busy, and rearranges them over the ranks while the model serves.
+
+    Built on every rank of the expert-parallel group, at the same forward step; it connects the communicator, and uses
+    it alone from then on. All methods are for the engine's thread.
+
+    With ``use_async`` a worker thread gathers loads, agrees, and moves rows layer by layer; `step` only copies what has
+    landed, at a forward step that all ranks know in advance. Without, `step` does all of it at the interval.
+
+    Parameters
+    ----------
+    config : EPLBConfig
+        When, how, and what becomes of failures.
+    communicator : Communicator
+        Over the weights.
+    physical_to_logical_map : array-like of int, [num_moe_layers, num_physical_experts]
+        Which expert every slot holds now; -1 is an empty slot.
+    num_logical_experts : int
+        Of a layer; with ``num_redundant_experts`` they make the slots.
+    on_commit : callable or None
+        ``on_commit(layer, old_row, new_row)`` is called after each layer's weights and map have changed, in `step` and
+        on its stream, for what a host derives from weights. What it raises leaves `step`.
+    num_expert_groups : int
+        Groups of consecutive logical experts that the router picks from.
+
+    Raises
+    ------
+    ConfigError
+        An argument does not fit (EPLB-C015), or the policy is not installed (EPLB-C012).
+    PlanError
+        The map has another shape than the weights (EPLB-P001).
+    MetadataError, TransferError
+        The members do not come together; see `Communicator.connect`.
+    """
+
+    def __init__(
+        self,
+        config: EPLBConfig,
+        communicator: Communicator,
+        physical_to_logical_map: npt.ArrayLike,
+        num_logical_experts: int,
+        on_commit: OnCommit | None = None,
+        *,
+        num_expert_groups: int = 1,
+    ) -> None:
+        _check_arguments(config, communicator, on_commit, num_expert_groups)
+        self.config = config
+        self._on_commit = on_commit
+        self._num_expert_groups = num_expert_groups
+        self._policy = load_policy(config)
+        self._closed = False
+        core = CoreAccess(communicator, config)
+        placement = _checked_map(core, physical_to_logical_map)
+        self._num_logical_experts = check_slots(config, num_logical_experts, placement.shape[1])
+        if placement.max(initial=-1) >= self._num_logical_experts:
+            problem = f"the map names expert {placement.max()}, and there are {self._num_logical_experts}"
+            raise ConfigError("EPLB-C015", problem=problem)
+        self._begin(core, placement)
+
+    def _begin(self, core: CoreAccess, placement: IntArray) -> None:
+        """Connect, and count from 0."""
+        core.communicator.connect()
+        config = self.config
+        self._core = core
+        self._book = PromiseBook()
+        self._progress = Progress()
+        self._handover = Handover(self._book, placement, config.step_interval)
+        self._window = LoadWindow(
+            placement, self._num_logical_experts, window_size=config.window_size, step_interval=config.step_interval
+        )
+        self._engine = EngineSide(core, self._book, self._handover, self._progress, self._window, self._on_commit)
+        placing = Placing(
+            core,
+            self._policy,
+            num_logical_experts=self._num_logical_experts,
+            num_expert_groups=self._num_expert_groups,
+            progress=self._progress,
+        )
+        shared = (core, self._book, self._handover, self._progress)
+        self._worker: Worker | None = None
+        if config.use_async:
+            background = BackgroundRearrangement(*shared)
+            self._rearranger = Rearranger(*shared, placing, background.run)
+            self._worker = self._engine.worker = Worker(core, self._handover, self._progress, self._rearranger.run)
+        else:
+            self._rearranger = Rearranger(*shared, placing, self._engine.move_now)
+
+    # --- every forward step -------------------------------------------------------------------------------------------
+
+    def record(self, layer: int, counts: object) -> None:
+        """Tell how many tokens of this rank went to each physical expert of a layer in this forward step.
+
+        Parameters
+        ----------
+        layer : int
+            MoE layer.
+        counts : numpy.ndarray or torch.Tensor, real [num_physical_experts]
+            Of all ranks' slots. Counts on a device are added there, on the current stream, and not waited for.
+
+        Raises
+        ------
+        PlanError
+            They are no such counts (EPLB-P010).
+        """
+        if self._window.counts_next_step:
+            self._window.record(layer, counts, self._book.step + 1)
+
+    def step(self, is_dummy: bool = False) -> tuple[int, ...]:
+        """End a forward step: called once per step on every rank, dummy and idle steps too.
+
+        Parameters
+        ----------
+        is_dummy : bool
+            What was recorded in this step is no load.
+
+        Returns
+        -------
+        tuple of int
+            Layers whose weights and map changed in this step, the same on every rank.
+
+        Raises
+        ------
+        EplbError
+            A rearrangement failed, with ``on_failure="raise"``; once, and in a step that commits nothing. ``.report``
+            says what holds.
+        CommitError
+            A copy failed: the weights of this rank are invalid.
+        """
+        self._check_open()
+        snapshot = self._engine.end_step(is_dummy=is_dummy)
+        committed = self._engine.commit_due()
+        if snapshot is not None:
+            if self._worker is None:
+                committed += self._rearrange_now(snapshot)
+            else:
+                self._handover.offer(snapshot)
+        self._engine.raise_problem()
+        if not committed:
+            self._engine.raise_failure()
+        return tuple(committed)
+
+    def _rearrange_now(self, snapshot: LoadSnapshot) -> list[int]:
+        self._rearranger.run(snapshot)
+        return self._engine.take_moved()
+
+    # --- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def physical_to_logical_map(self) -> IntArray:
+        """Which expert every slot holds, [num_moe_layers, num_physical_experts]; a copy."""
+        return self._handover.map()
+
+    @property
+    def report(self) -> RearrangeReport:
+        """What holds now, and what the last rearrangement did."""
+        return self._core.communicator.report
+
+    @property
+    def status(self) -> LoadBalancerStatus:
+        """What it is doing, for which layer, for whom it waits and since when."""
+        progress, book = self._progress, self._book
+        phase, layer, since_s = progress.at
+        with book.changed:
+            promised, due, step = dict(book.promised), dict(book.due), book.step
+        return LoadBalancerStatus(
+            phase="closed" if self._closed else phase,
+            layer=layer,
+            since_s=time.monotonic() - since_s,
+            waiting_for=progress.waiting_for,
+            step=step,
+            promised=promised,
+            due=due,
+            next_step=self._handover.next_step,
+            backend=self._core.communicator.backend,
+            num_rearrangements=progress.num_rearrangements,
+            num_failures=progress.num_failures,
+            failures_in_a_row=progress.failures_in_a_row,
+            num_engine_waits=progress.num_engine_waits,
+            num_engine_settled=progress.num_engine_settled,
+            engine_waited_s=progress.engine_waited_s,
+            longest_engine_wait_s=progress.longest_engine_wait_s,
+            counter_offset=progress.counter_offset,
+            last_failure=progress.last_failure,
+            placement=progress.placement,
+        )
+
+    # --- what the host does otherwise ---------------------------------------------------------------------------------
+
+    def invalidate(self, physical_to_logical_map: npt.ArrayLike | None = None) -> tuple[int, ...]:
+        """Call off what is under way, on every rank after the same step: the host is about to rewrite weights.
+
+        Every layer whose step has not come stays as it is, on every rank the same ones.
+
+        Parameters
+        ----------
+        physical_to_logical_map : array-like of int, [num_moe_layers, num_physical_experts], or None
+            What the slots hold when the weights are rewritten; None leaves the map as it is.
+
+        Returns
+        -------
+        tuple of int
+            Layers that were decided and are not committed now.
+        """
+        self._check_open()
+        reloaded = None
+        if physical_to_logical_map is not None:
+            reloaded = _checked_map(self._core, physical_to_logical_map)
+        dropped = self._engine.drop(reloaded)
+        if reloaded is not None and self._worker is None:
+            self._core.communicator.reloaded(reloaded)
+            self._handover.reloaded = None
+        return dropped
+
+    def adopt(self, communicator: Communicator, physical_to_logical_map: npt.ArrayLike) -> None:
+        """Go on with another communicator, or with the same after the host rebuilt it; collective, counts from 0.
+
+        Parameters
+        ----------
+        communicator : Communicator
+            Over the same layers.
+        physical_to_logical_map : array-like of int, [num_moe_layers, num_physical_experts]
+            Which expert every slot holds now.
+
+        Raises
+        ------
+        EplbError
+            See `LoadBalancer`.
+        """
+        self._check_open()
+        _check_arguments(self.config, communicator, self._on_commit, self._num_expert_groups)
+        core = CoreAccess(communicator, self.config)
+        placement = _checked_map(core, physical_to_logical_map)
+        self._stop("it takes another communicator")
+        self._begin(core, placement)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop, commit what is decided, and leave no thread; the communicator stays the host's.
+
+        Returns within the configuration's ``timeout_s`` and 10 s.
+
+        Raises
+        ------
+        TransferError
+            The worker is inside a call of a library that does not return (EPLB-T022).
+        """
+        if not self._closed:
+            self._closed = True
+            self._stop("a rank closes its LoadBalancer")
+
+    def _stop(self, reason: str) -> None:
+        self._handover.call_off(reason, stopping=True)
+        if self._worker is not None and not self._worker.join(self._core.timeout_s + _CLOSE_GRACE_S):
+            phase, layer, since_s = self._progress.at
+            where = phase if layer is None else f"{phase}, layer {layer}"
+            problem = f"does not end: it is in phase {where} since {time.monotonic() - since_s:.0f} s"
+            raise TransferError("EPLB-T022", problem=problem)
+        self._engine.commit_all()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise error_for("EPLB-T008", name=f"{self._core.communicator.name} (LoadBalancer)")
+
+    def __enter__(self) -> LoadBalancer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_arguments(config: object, communicator: object, on_commit: object, num_expert_groups: object) -> None:
+    problem = ""
+    if not isinstance(config, EPLBConfig):
+        problem = f"config= should be EPLBConfig, got {type(config).__name__}"
+    elif not isinstance(communicator, Communicator):
+        problem = f"communicator= should be Communicator, got {type(communicator).__name__}"
+    elif on_commit is not None and not callable(on_commit):
+        problem = f"on_commit= should be callable, got {type(on_commit).__name__}"
+    elif isinstance(num_expert_groups, bool) or not isinstance(num_expert_groups, int) or num_expert_groups < 1:
+        problem = f"num_expert_groups= should be a number of groups, got {num_expert_groups!r}"
+    elif config.use_async and not communicator.config.use_async:
+        problem = "use_async=True, and the communicator was built with use_async=False"
+    if problem:
+        raise ConfigError("EPLB-C015", problem=problem)
+
+
+def _checked_map(core: CoreAccess, given: npt.ArrayLike) -> IntArray:
+    checked, _ = check_maps(
+        given,
+        given,
+        num_layers=core.num_layers,
+        world_size=core.world_size,
+        num_local_physical_experts=core.num_local_physical_experts,
+    )
+    return checked
