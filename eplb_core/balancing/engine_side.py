@@ -157,10 +157,10 @@ class EngineSide:
             raise error_for("EPLB-P004", problem=f"layer {layer} is due, and no rearrangement is under way")
         under_way.rearrangement.commit(layer)
         self._book.committed(layer)
-        self._now_holds(layer, under_way.new_map[layer])
+        row = under_way.new_map[layer]
+        self._tell_host(layer, self._handover.set_row(layer, row), row)
 
-    def _now_holds(self, layer: int, row: IntArray) -> None:
-        before = self._handover.set_row(layer, row)
+    def _tell_host(self, layer: int, before: IntArray, row: IntArray) -> None:
         self._window.placed(layer, row)
         if self._on_commit is not None:
             try:
@@ -190,8 +190,9 @@ class EngineSide:
     def _note_moved(self, old_map: IntArray, held: IntArray) -> None:
         if held.shape != old_map.shape:
             return
+        self._handover.set_map(held)
         for layer in (old_map != held).any(axis=1).nonzero()[0].tolist():
-            self._now_holds(layer, held[layer])
+            self._tell_host(layer, old_map[layer], held[layer])
             self._moved.append(layer)
 
     def take_moved(self) -> list[int]:

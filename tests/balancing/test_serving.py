@@ -1,0 +1,157 @@
+"""Rearranging while the model serves: what every rank sees, step by step."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from eplb_core.testing.ranks import run_ranks
+from tests.balancing.serving import Serving
+
+BACKENDS = ("torch_gloo", "nixl")
+
+
+def serves(rank, commits, steps, fields):
+    """Serve until so many layers were committed, and at least so many steps."""
+    serving = Serving(rank, **fields)
+    serving.serve_until(lambda: len(serving.commits) >= commits and serving.number >= steps)
+    outcome = serving.outcome()
+    serving.close()
+    return outcome | {"threads": [t.name for t in threading.enumerate() if t.name.startswith("eplb-load")]}
+
+
+def assert_in_step(outcomes):
+    """Every layer was committed at the same step on all ranks, and no engine talked with the store."""
+    first = outcomes[0]
+    for outcome in outcomes:
+        assert outcome["commits"] == first["commits"]
+        assert outcome["map"] == first["map"]
+        assert outcome["store_calls"] == outcome["settled"] == outcome["failures"] == 0
+        assert outcome["threads"] == []
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_move_at_the_same_step_on_all_ranks_and_no_byte_is_ever_wrong(backend):
+    outcomes = run_ranks(3, serves, 12, 0, {"communicator": backend})
+    assert_in_step(outcomes)
+    assert outcomes[0]["offset"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_four_ranks_of_random_pace_stay_in_step_for_500_steps(backend):
+    outcomes = run_ranks(4, serves, 20, 500, {"communicator": backend, "longest_s": 0.05}, timeout_s=150)
+    assert_in_step(outcomes)
+    waits = [(outcome["waits"], outcome["longest_wait_s"]) for outcome in outcomes]
+    print(f"\n{backend}: {len(outcomes[0]['commits'])} commits, waits at promises {waits}")
+    assert max(longest for _, longest in waits) < 5
+
+
+def test_ranks_that_do_not_meet_in_their_passes_commit_at_the_same_step_all_the_same():
+    outcomes = run_ranks(3, serves, 5, 0, {"communicator": "torch_gloo", "meets": False})
+    assert_in_step(outcomes)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_landing_slot_is_enough(backend, slots):
+    outcomes = run_ranks(2, serves, 9, 0, {"communicator": backend, "staging_layers": slots})
+    assert_in_step(outcomes)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_a_worker_all_layers_move_at_the_interval(backend):
+    outcomes = run_ranks(2, serves, 9, 0, {"communicator": backend, "use_async": False})
+    for outcome in outcomes:
+        assert outcome["commits"] == outcomes[0]["commits"]
+        assert {step % 20 for step, _ in outcome["commits"]} == {0}
+
+
+def watches(rank, fields):
+    """What the host's callback sees, and when."""
+    seen = []
+
+    def on_commit(layer, old_row, new_row):
+        map_now = serving.lb.physical_to_logical_map
+        assert (map_now[layer] == new_row).all()
+        assert (old_row != new_row).any()
+        assert not serving.model.wrong_rows(map_now)
+        seen.append((serving.number, layer))
+
+    serving = Serving(rank, on_commit=on_commit, **fields)
+    serving.serve_until(lambda: len(serving.commits) >= 5)
+    commits = list(serving.commits)
+    serving.close()
+    return seen[: len(commits)], commits
+
+
+@pytest.mark.parametrize("use_async", [True, False])
+def test_the_host_is_told_of_a_layer_once_its_weights_and_map_have_changed(use_async):
+    for seen, commits in run_ranks(2, watches, {"communicator": "torch_gloo", "use_async": use_async}):
+        assert seen == commits
+        assert seen
+
+
+def raises_in_callback(rank, fields):
+    def on_commit(layer, old_row, new_row):
+        raise ArithmeticError(f"layer {layer}")
+
+    serving = Serving(rank, on_commit=on_commit, **fields)
+    raised = []
+    while len(raised) < 2:
+        serving.forward()
+        try:
+            serving.step()
+        except ArithmeticError as error:
+            raised.append((serving.number, str(error)))
+            serving.map = serving.lb.physical_to_logical_map
+            assert not serving.model.wrong_rows(serving.map)
+    serving.meet("close")
+    try:
+        serving.lb.close()
+    except ArithmeticError:
+        pass
+    serving.comm.close()
+    return raised
+
+
+@pytest.mark.parametrize("use_async", [True, False])
+def test_what_the_callback_raises_leaves_that_very_step_after_the_layer_is_committed(use_async):
+    outcomes = run_ranks(2, raises_in_callback, {"communicator": "torch_gloo", "use_async": use_async})
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][0][1].startswith("layer ")
+
+
+def drops_dummies(rank):
+    serving = Serving(rank, communicator="torch_gloo", step_interval=10)
+    for _ in range(30):
+        serving.forward()
+        serving.lb.step(is_dummy=rank.rank == 1)
+    serving.meet("placed")
+    status = serving.lb.status
+    serving.close()
+    return status.step
+
+
+def test_dummy_steps_count_as_steps():
+    assert run_ranks(2, drops_dummies) == [30, 30]
+
+
+def stays_even(rank):
+    serving = Serving(rank, communicator="torch_gloo", use_async=False, step_interval=10)
+    for _ in range(35):
+        for layer in range(4):
+            serving.lb.record(layer, np.full(serving.map.shape[1], 7))
+        serving.group.allreduce([torch.zeros(1)]).wait()
+        serving.step()
+    placement = serving.lb.status.placement
+    outcome = serving.commits, placement.num_moved_layers, placement.balancedness_before
+    serving.close()
+    return outcome
+
+
+def test_nothing_moves_when_nothing_is_gained():
+    assert run_ranks(2, stays_even) == [([], 0, 1.0)] * 2
