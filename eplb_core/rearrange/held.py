@@ -48,7 +48,8 @@ class HeldPlacement:
     world_size: int
     num_local: int
     map: IntArray = field(init=False)
-    """``[num_layers, world_size * num_local]``; -1 is an empty row, or one whose content nobody vouches for."""
+    """``[num_layers, world_size * num_local]``, -1 for an empty row, or one whose content nobody vouches for; without
+    columns while nothing was ever said."""
     known: bool = field(default=False, init=False)
     """Was it agreed, reloaded, or learnt from the other members? Until then the host's word holds."""
     committed: list[int] = field(default_factory=list, init=False)
@@ -62,7 +63,7 @@ class HeldPlacement:
     """By rearrangement: the layers whose commit this rank has seen; of the last two."""
 
     def __post_init__(self) -> None:
-        self.map = np.full((self.num_layers, self.world_size * self.num_local), -1, dtype=np.int64)
+        self.map = np.empty((self.num_layers, 0), dtype=np.int64)
         self._new = self.map
 
     # --- a rearrangement's life --------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ class HeldPlacement:
 
     def merge(self, columns: Mapping[int, IntArray | None]) -> None:
         """Take each member's word for its own rows; None: it does not know what they hold."""
-        self.map = np.full_like(self.map, -1)
+        self.map = np.full((self.num_layers, self.world_size * self.num_local), -1, dtype=np.int64)
         for rank, own in columns.items():
             if own is not None:
                 self.own_columns(rank)[...] = own
