@@ -139,20 +139,3 @@ class SourceRecord:
             warm_address=warm_address,
             agent_metadata=metadata,
         )
-
-
-_ANNOUNCEMENT = struct.Struct("<4sQQ")
-_ANNOUNCED = b"EPRD"
-
-
-def announcement(epoch: int, sequence: int) -> bytes:
-    """Return the notification by which a staged source says that its rows of a transfer can be read."""
-    return _ANNOUNCEMENT.pack(_ANNOUNCED, epoch, sequence)
-
-
-def announced_sequence(message: bytes, epoch: int) -> int | None:
-    """Return the sequence number that a notification announces; None when it is none of this epoch."""
-    if len(message) != _ANNOUNCEMENT.size:
-        return None
-    magic, of_epoch, sequence = _ANNOUNCEMENT.unpack(message)
-    return int(sequence) if magic == _ANNOUNCED and of_epoch == epoch else None

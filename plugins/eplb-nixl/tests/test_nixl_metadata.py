@@ -1,4 +1,4 @@
-"""The payload and the announcements: what is written is what is read, and nothing else is believed."""
+"""The payload: what is written is what is read, and nothing else is believed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_nixl.wire import SourceRecord, announced_sequence, announcement
+from eplb_nixl.metadata import SourceRecord
 
 RECORD = SourceRecord(
     rank=3,
@@ -107,10 +107,3 @@ def test_base_addresses_of_61_layers_of_6_tensors_take_under_three_KiB_and_no_ti
         SourceRecord.from_bytes(payload)
     assert time.perf_counter() - start < 1.0
     assert len(payload) - len(record.agent_metadata) < 3072
-
-
-def test_an_announcement_is_of_its_epoch_alone():
-    assert announced_sequence(announcement(4, 2**40), 4) == 2**40
-    assert announced_sequence(announcement(4, 2**40), 5) is None
-    assert announced_sequence(b"", 4) is None
-    assert announced_sequence(b"NIXL" + announcement(4, 1)[4:], 4) is None
