@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eplb_core.errors import EplbError
 from eplb_core.voting.meeting import Meeting, Post, Roll, post_key
-from eplb_core.voting.operations import Count, Get, Put, PutFirst, Steps
-from eplb_core.voting.vote import Tally, Vote
-from eplb_core.wire.ballots import Ballot, Decision, decode_decision, encode_ballot, encode_decision
-from tests.protocol.ranks import Rules
+from eplb_core.voting.operations import Get, Put, Steps
+from eplb_core.voting.vote import Vote
+from eplb_core.wire.ballots import Decision, decode_decision
 
 
 class _NoVoid(Meeting):
