@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from eplb_core.backend import BackendContext, TransferReceipt
-from eplb_core.backend.toolkit import LayerTransfer, Wait, cancelled_error, failed_error, first_line, name_ranks, stalled_error
+from eplb_core.backend.toolkit import (
+    LayerTransfer,
+    Wait,
+    cancelled_error,
+    failed_error,
+    first_line,
+    name_ranks,
+    stalled_error,
+)
 from eplb_core.errors import StalledError
 from eplb_gloo.group import GlooGroup, finish
 from eplb_gloo.hooks import NAME
