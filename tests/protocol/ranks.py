@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-
 from eplb_core.control.process import ProcessIdentity
 from eplb_core.errors import EplbError, error_for
 from eplb_core.voting.meeting import Joining, Meeting, Roll, all_agree
@@ -36,7 +34,7 @@ THE_RULES = Rules()
 
 
 class Processes:
-    """Which processes there are, for `ProcessIdentity.in_use`."""
+    """Which processes there are; the tests' conftest puts it in the place of `ProcessIdentity.in_use`."""
 
     living: Set[str] = frozenset()
     unseen: Set[str] = frozenset()
@@ -56,14 +54,6 @@ class Processes:
 
 
 PROCESSES = Processes()
-
-
-@pytest.fixture
-def processes(monkeypatch):
-    """Processes that live while a test says so."""
-    monkeypatch.setattr(ProcessIdentity, "in_use", PROCESSES.in_use)
-    monkeypatch.setattr(PROCESSES, "unseen", frozenset())
-    return PROCESSES
 
 
 def process(seat: str, life: int) -> ProcessIdentity:
@@ -122,20 +112,23 @@ def decision_key(roll: Roll) -> str:
     return f"{roll.namespace}/0/meet/decision"
 
 
-def drive(attempts: Sequence[Attempt], contents: Contents, rounds: int = 50) -> Contents:
-    """Let attempts go on in turn, an operation each, until all have ended; return what the store then holds."""
+def drive(attempts: Sequence[Attempt], contents: Contents, patience: int = 50) -> Contents:
+    """Let attempts go on in turn, an operation each, until all have ended; return what the store then holds.
+
+    One that has paused so many times gives up.
+    """
     answers: dict[int, Any] = dict.fromkeys(range(len(attempts)))
-    for _ in range(rounds):
+    pauses = [0] * len(attempts)
+    while answers:
         for place in tuple(answers):
             try:
                 operation = attempts[place].steps.send(answers[place])
-            except StopIteration:
+            except (StopIteration, EplbError):
                 del answers[place]
                 continue
             if isinstance(operation, Pause):
-                answers[place] = None
+                pauses[place] += 1
+                answers[place] = TIMED_OUT if pauses[place] == patience else None
             else:
                 answers[place], contents = perform(operation, contents)
-        if not answers:
-            return contents
-    raise AssertionError(f"{len(answers)} of {len(attempts)} attempts do not end")
+    return contents
