@@ -86,9 +86,21 @@ class Local:
     """Where one actor is: in a protocol, by the answers that it got since its memory was made; or at its end."""
 
     __slots__ = (
-        "actor", "again", "answers", "end", "late", "memory", "next", "note", "operation", "parts", "patience", "place",
-        "read", "waiting",
-    )  # fmt: skip
+        "actor",
+        "again",
+        "answers",
+        "end",
+        "late",
+        "memory",
+        "next",
+        "note",
+        "operation",
+        "parts",
+        "patience",
+        "place",
+        "read",
+        "waiting",
+    )
 
     def __init__(
         self, actor: Actor[Any], memory: Any, again: bool = False, answers: Sequence[tuple[Any, Lives]] = ()

@@ -8,7 +8,7 @@ from typing import Any
 
 from eplb_core.errors import EplbError
 from eplb_core.voting.meeting import Joining, Meeting, Post, Roll, post_key
-from eplb_core.voting.operations import Count, Get, Put, PutFirst, Steps
+from eplb_core.voting.operations import Count, Get, Put, Steps
 from eplb_core.voting.vote import Tally, Vote
 from eplb_core.wire.ballots import Ballot, Decision, decode_decision, encode_ballot, encode_decision
 from tests.protocol.ranks import Rules

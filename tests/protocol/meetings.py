@@ -64,9 +64,18 @@ class Host(Actor[Memory]):
     refusal = TIMED_OUT
 
     def __init__(
-        self, rank: int, calls: Sequence[Call], *, rules: Rules = THE_RULES, rounds: int = 4, seat: str = "",
-        alone: bool = True, private: bool = False, expected: Sequence[str] = ("EPLB-T002",), patient: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        rank: int,
+        calls: Sequence[Call],
+        *,
+        rules: Rules = THE_RULES,
+        rounds: int = 4,
+        seat: str = "",
+        alone: bool = True,
+        private: bool = False,
+        expected: Sequence[str] = ("EPLB-T002",),
+        patient: bool = False,
+    ) -> None:
         self.rank = rank
         self.calls = tuple(calls)
         self.seat = seat or str(rank)
@@ -89,9 +98,16 @@ class Host(Actor[Memory]):
     def _attempt(self, memory: Memory, nonces: int) -> Attempt:
         call = self.calls[memory.call]
         return attend(
-            self._rules, self.rank, call.members, seat=self.seat, life=memory.life, epoch=memory.epoch, nonces=nonces,
-            refusal=call.refusal, private=self._private,
-        )  # fmt: skip
+            self._rules,
+            self.rank,
+            call.members,
+            seat=self.seat,
+            life=memory.life,
+            epoch=memory.epoch,
+            nonces=nonces,
+            refusal=call.refusal,
+            private=self._private,
+        )
 
     def anew(self, memory: Memory, run: Attempt) -> Begin[Memory] | End[Memory] | None:
         if run.nonces == memory.nonces:
@@ -171,9 +187,13 @@ class Host(Actor[Memory]):
 
 
 def meet(
-    calls: Mapping[int, Sequence[Call]] | Sequence[Host], contents: Contents | None = None, *, crashes: int = 0,
-    memories: Sequence[Memory] | None = None, **settings: Any,
-) -> Walk:  # fmt: skip
+    calls: Mapping[int, Sequence[Call]] | Sequence[Host],
+    contents: Contents | None = None,
+    *,
+    crashes: int = 0,
+    memories: Sequence[Memory] | None = None,
+    **settings: Any,
+) -> Walk:
     """Return the walk of hosts, or of one for each rank with these calls and settings."""
     hosts = [Host(rank, those, **settings) for rank, those in calls.items()] if isinstance(calls, Mapping) else calls
     for host in hosts:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,15 +37,15 @@ THE_RULES = Rules()
 class Processes:
     """Which processes there are; the tests' conftest puts it in the place of `ProcessIdentity.in_use`."""
 
-    living: Set[str] = frozenset()
-    unseen: Set[str] = frozenset()
+    living: AbstractSet[str] = frozenset()
+    unseen: AbstractSet[str] = frozenset()
     """Of another machine: nobody can say whether they live."""
 
     def in_use(self, process: ProcessIdentity) -> bool | None:
         return None if process.token in self.unseen else process.token in self.living
 
     @contextmanager
-    def are(self, living: Set[str]) -> Iterator[None]:
+    def are(self, living: AbstractSet[str]) -> Iterator[None]:
         """Let these be the ones that live; called around every step of a protocol."""
         before, self.living = self.living, living
         try:
@@ -57,8 +58,9 @@ PROCESSES = Processes()
 
 
 def process(seat: str, life: int) -> ProcessIdentity:
-    """One of the processes that sit, one after another, at a seat: a rank's number, or one that another took as well."""
-    return ProcessIdentity("boot", "pid:[1]", 100 + life, "1", f"{seat}.{life}")
+    """One of the processes that sit, one after another, at a seat: a rank, and a letter if it is not the only one."""
+    pid = 100 + 10 * int(seat[0]) + life + 500 * len(seat[1:])
+    return ProcessIdentity("boot", "pid:[1]", pid, "1", f"{seat}.{life}")
 
 
 @dataclass
@@ -78,9 +80,17 @@ class Attempt:
 
 
 def attend(
-    rules: Rules, rank: int, members: tuple[int, ...], *, seat: str = "", life: int = 1, epoch: int = 0, nonces: int = 0,
-    refusal: EplbError | None = None, private: bool = False,
-) -> Attempt:  # fmt: skip
+    rules: Rules,
+    rank: int,
+    members: tuple[int, ...],
+    *,
+    seat: str = "",
+    life: int = 1,
+    epoch: int = 0,
+    nonces: int = 0,
+    refusal: EplbError | None = None,
+    private: bool = False,
+) -> Attempt:
     """Come to a meeting, or refuse to."""
 
     def fresh() -> str:

@@ -105,8 +105,10 @@ class Scenario:
     def _old_run(self, members: str) -> Iterator[str]:
         ranks = _ranks(members)
         self._contents = drive([attend(THE_RULES, rank, ranks, life=0) for rank in ranks], self._contents)
-        yield from (_written(rank, post_key(rank), self._contents[post_key(rank)], "has left the post") for rank in ranks)
-        yield _written(ranks[0], f"meet/roll/{ranks[0]}", self._contents[f"meet/roll/{ranks[0]}"], "has left the roll")
+        for rank in ranks:
+            yield _written(rank, post_key(rank), self._contents[post_key(rank)], "has left the post")
+        key = f"meet/roll/{ranks[0]}"
+        yield _written(ranks[0], key, self._contents[key], "has left the roll")
 
     def _meets(self, name: str, members: str) -> Iterator[str]:
         return self._come(name, _ranks(members), None)
@@ -121,9 +123,16 @@ class Scenario:
             raise ValueError(f"{name} is in a call already")
         seat.answer, seat.waited = None, ""
         seat.run = attend(
-            THE_RULES, seat.rank, members, seat=name, life=seat.life, epoch=seat.epoch, nonces=seat.nonces,
-            refusal=refusal, private=self._private,
-        )  # fmt: skip
+            THE_RULES,
+            seat.rank,
+            members,
+            seat=name,
+            life=seat.life,
+            epoch=seat.epoch,
+            nonces=seat.nonces,
+            refusal=refusal,
+            private=self._private,
+        )
         yield from ()
 
     def _goes_on(self, name: str) -> Iterator[str]:
@@ -143,7 +152,8 @@ class Scenario:
         waiting_for = "the others"
         if isinstance(seat.run, Attempt):
             waiting_for = whom(seat.run.meeting.waiting_for, seat.run.meeting.members)
-        seat.answer = Refusal(error_for("EPLB-T002", seconds=8.0, where="meeting", waiting_for=waiting_for), fatal=False)
+        error = error_for("EPLB-T002", seconds=8.0, where="meeting", waiting_for=waiting_for)
+        seat.answer = Refusal(error, fatal=False)
         yield from self._run(seat)
 
     def _dies(self, name: str) -> Iterator[str]:

@@ -1,5 +1,6 @@
-"""Written scenarios, one for each rule of the meeting and the vote; ``python tests/protocol/test_scenarios.py`` rewrites
-what comes of their commands.
+"""Written scenarios, one for each rule of the meeting and the vote.
+
+``python tests/protocol/test_scenarios.py`` writes down anew what comes of their commands.
 """
 
 from __future__ import annotations

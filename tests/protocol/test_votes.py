@@ -1,4 +1,4 @@
-"""A vote of three ranks in every order of its store operations, with deaths after any of them and limits that run out."""
+"""A vote of three ranks in every order of its store operations; any may die after any of them, or reach its limit."""
 
 from __future__ import annotations
 

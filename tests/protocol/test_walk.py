@@ -53,7 +53,7 @@ def what_can_happen(rank, history, polls, contents):
 
 
 def every_history(contents):
-    """Every order of operations of two ranks that meet, each history on its own; return what stores and ends there are."""
+    """Run every order of operations of two ranks that meet; return what stores and ends there are."""
     first = ((0, (), 0), (1, (), 0)), frozenset(contents.items())
     seen, todo = {first}, [first]
     while todo:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from eplb_core.errors import EplbError, error_for
 from eplb_core.voting.meeting import all_agree
@@ -82,7 +81,8 @@ class Voter(Actor[int]):
 def vote(says: Sequence[str], *, crashes: int = 0, kind: type[Vote] = Vote, contents: Contents | None = None) -> Walk:
     """Return the walk of a vote in which the ranks say this."""
     members = range(len(says))
-    return Walk([Voter(rank, each, members, kind) for rank, each in enumerate(says)], [1 for _ in says], contents or {}, crashes)
+    voters = [Voter(rank, each, members, kind) for rank, each in enumerate(says)]
+    return Walk(voters, [1] * len(voters), contents or {}, crashes)
 
 
 def outcomes(state: State) -> set[str]:
@@ -102,5 +102,3 @@ def untroubled(state: State) -> bool:
 
 def _troubled(local: Local) -> bool:
     return local.late if local.end is None else local.end.why == "dead" or bool(local.end.detail)
-
-

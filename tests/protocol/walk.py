@@ -3,7 +3,7 @@
 An actor goes through its protocol by the answers that it gets; where they lead is worked out once, by running the real
 generator, and known wherever several orders lead there. Three things keep the states few and leave no order out:
 
-- A poll that has found nothing is as if it had not been. The walk checks that the protocol then is where the poll began.
+- A poll that has found nothing is as if it had not been. The walk checks that the protocol is where the poll began.
 - What an actor keeps when its protocol begins anew is its memory, not how it came to that.
 - The keys of a `Get` are read one after another, as a client does that does not find all of them; but a key that nobody
   else writes is read at once.
@@ -38,7 +38,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that can happen in a state: what, whether it is neither a time-out nor a crash, and what is wrong then."""
+    """What can happen in a state; quiet: it is neither a time-out nor a crash."""
 
     text: str
     quiet: bool
@@ -75,7 +75,7 @@ class Walk:
     def explore(self, limit: int = 2_000_000) -> Found:
         """Go to all states, the nearest first, until something is wrong."""
         collects = gc.isenabled()
-        gc.disable()  # nothing of what is made here becomes garbage, and to look at it again and again takes half of the time
+        gc.disable()  # nothing that is made here becomes garbage; looking for some takes half of the time
         try:
             return self._explored(limit)
         finally:
