@@ -167,7 +167,7 @@ class MovingLayers:
         for layer in self.started.values():
             if layer.failure is not None:
                 drained = False  # nobody knows how far it came
-            elif not layer.landed:
+            elif layer.handle is not None and not layer.landed:
                 try:
                     drained = bool(self._epoch.backend.abort(layer.handle, reason)) and drained
                 except Exception as error:
