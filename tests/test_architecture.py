@@ -55,7 +55,7 @@ CIRCLES = {
 
 ROOM_LINES = {
     "errors": 1000,
-    "backend": 1900,
+    "backend": 2100,
     "weights": 700,
     "control": 1350,
     "plan": 1300,

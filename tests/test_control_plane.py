@@ -376,20 +376,31 @@ def test_the_reason_of_the_rank_that_hosts_the_store_reaches_those_that_build_la
     assert "'w13'" in text
 
 
-def lingers_on_every_rank(rank: Rank):
+def fails_three_times(rank: Rank):
     control = eplb.ControlPlane.from_process_group(rank.device_group())
+    if rank.rank == 0:
+        rank.listen()  # until the others have failed three times
     started = time.monotonic()
     in_vain = [control.linger("default", 60.0) for _ in range(3)]
-    keys = control.connection().num_keys() if rank.rank == 0 else None
-    return time.monotonic() - started, in_vain, keys
+    if rank.rank == 0:
+        in_vain.append(control.linger("default", 0.5))  # once more than they
+    rank.tell("failed")
+    if rank.rank != 0:
+        rank.listen()
+    return time.monotonic() - started, in_vain
 
 
 def test_ranks_that_all_fail_let_each_other_go_as_often_as_they_fail() -> None:
-    nobody = [frozenset()] * 3
-    for seconds, in_vain, keys in run_ranks(3, lingers_on_every_rank):
-        assert seconds < QUICK_S
-        assert in_vain == nobody
-        assert keys in (None, 0, 1)
+    with Ranks(3, fails_three_times) as ranks:
+        assert [ranks.hear(rank, 30) for rank in (1, 2)] == ["failed"] * 2
+        ranks.tell(0, "go on")
+        assert ranks.hear(0, 30) == "failed"
+        for rank in (1, 2):
+            ranks.tell(rank, "go home")
+        (seconds, in_vain), *others = ranks.values(20)
+    assert in_vain == [frozenset()] * 3 + [frozenset({1, 2})]
+    assert 0.4 < seconds < QUICK_S
+    assert [in_vain for _, in_vain in others] == [[frozenset()] * 3] * 2
 
 
 def test_over_a_store_of_the_engines_own_nobody_stays_and_no_key_is_left() -> None:

@@ -29,8 +29,8 @@ from eplb_core.backend.toolkit import (
 from eplb_core.errors import EplbError, MetadataError, PlanError, PoisonedError, StalledError, TransferError
 
 OWN = [name for name in toolkit.__all__ if getattr(toolkit, name).__module__.startswith(toolkit.__name__)]
-# A value in a batch and the least that a Lifecycle looks at; what they are is said by what takes them.
-WITHOUT_EXAMPLE = {"RowMove", "InSlot"}
+# A value in a batch, described by what makes it.
+WITHOUT_EXAMPLE = {"RowMove"}
 
 
 def context(cancelled=lambda: None, **fields):
@@ -59,8 +59,8 @@ def test_every_part_describes_its_parameters(name):
 
 def test_the_table_of_the_module_names_every_part():
     missing = [name for name in toolkit.__all__ if f"`{name}`" not in toolkit.__doc__]
-    # the errors stand for one another; a NamedTuple and a protocol come with what takes or returns them
-    assert missing == ["InSlot", "RowMove", "failed_error", "stalled_error"]
+    # the errors stand for one another; a RowMove comes with what makes it
+    assert missing == ["RowMove", "failed_error", "stalled_error"]
 
 
 def test_using_it_imports_neither_torch_nor_numpy():
@@ -78,6 +78,14 @@ def test_pauses_grow_up_to_the_longest_and_never_past_what_is_left():
     started = time.monotonic()
     assert Backoff(first_s=30).pause(at_most_s=0.01) == 0.01
     assert time.monotonic() - started < 5
+
+
+def test_a_loop_that_spins_first_sleeps_only_then():
+    backoff, started, slept = Backoff(first_s=1e-3, spin_s=0.05), time.monotonic(), []
+    while not any(slept):
+        slept.append(backoff.pause())
+    assert time.monotonic() - started >= 0.05
+    assert len(slept) > 10
 
 
 def wait_for_ever(wait, waiting_for):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -27,6 +28,8 @@ class Presence:
     """
 
     def __init__(self, port: int, addresses: Mapping[int, str]) -> None:
+        self.heard: Counter[str] = Counter()
+        """How often each rank was heard to have read, by key of the store."""
         self._port = port
         here = connected_at(port)
         self._addresses = {rank: address for rank, address in addresses.items() if address in here}
@@ -38,27 +41,30 @@ class Presence:
 
 
 def say_it_was_read(client: StoreClient, name: str, rank: int) -> None:
-    """Leave word that this rank needs nothing more of what was said about `name`."""
-    client.set(_key(name, rank), b"1")
-    client.exists(_key(name, rank))  # an answer, without which the word may still be on its way when the process ends
+    """Leave word that this rank needs nothing more of what was said about `name` so far."""
+    client.add(_key(name, rank))
 
 
 def stay_until_read(
     client: StoreClient, name: str, presence: Presence, others: frozenset[int], timeout_s: float
 ) -> frozenset[int]:
-    """Wait until the other ranks have said so or are absent; return those of which neither is known at the limit."""
+    """Wait until the other ranks have said so once more, or are absent; return the rest of them at the limit."""
     until, pause_s = time.monotonic() + timeout_s, 1e-3
     waiting = others
     with suppress(StoreGone):  # then nobody can read here any more
-        while waiting:
-            waiting = frozenset(rank for rank in waiting if not client.exists(_key(name, rank)))
+        while True:
+            for rank in waiting:
+                key = _key(name, rank)
+                # Counted, for a rank may have failed and tried again before this one came to listen.
+                if int(client.read(key) or 0) > presence.heard[key]:
+                    presence.heard[key] += 1
+                    waiting -= {rank}
             waiting -= presence.absent()
-            if time.monotonic() >= until:
+            left_s = until - time.monotonic()
+            if not waiting or left_s <= 0:
                 break
-            if waiting:
-                time.sleep(min(pause_s, max(0.0, until - time.monotonic())))
-                pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
-        client.delete(*(_key(name, rank) for rank in others))
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
     return waiting
 
 

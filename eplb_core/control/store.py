@@ -48,6 +48,11 @@ class StoreClient:
             self._hang_up = select.poll()
             self._hang_up.register(descriptor, getattr(select, "POLLRDHUP", 0))
 
+    @property
+    def store(self) -> Any:
+        """The store itself, in this namespace, for a backend; this client is then only there to close it."""
+        return self._store
+
     def set(self, key: str, value: bytes) -> None:
         """Store a value. A lost store shows at the next operation that reads."""
         self.own.add(key)

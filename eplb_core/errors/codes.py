@@ -365,7 +365,7 @@ _add(
 
 _add(
     "EPLB-M007",
-    "Layer {layer}, tensor {tensor!r} of rank {rank} has other memory than was registered: {problem}.",
+    "Tensor {key} of rank {rank} has other memory than was registered: {problem}.",
     meaning="The host gave a registered tensor new memory, so rows would be read from, and written to, memory that the"
     " model no longer uses.",
     when="In begin() and rearrange(), on every rank, before a byte moves.",

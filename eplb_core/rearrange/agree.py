@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,7 @@ def propose(epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: 
         replaced = layout.first_replaced()
         if replaced is not None:
             layer, tensor, problem = replaced
-            raise MetadataError("EPLB-M007", layer=layer, tensor=tensor, rank=epoch.rank, problem=problem)
+            raise MetadataError("EPLB-M007", key=(layer, tensor), rank=epoch.rank, problem=problem)
         old, new = check_maps(
             old_map,
             new_map,
@@ -75,7 +75,7 @@ def propose(epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: 
     return Proposal(old, new, plan)
 
 
-def agree(epoch: Epoch, proposal: Proposal | EplbError) -> Proposal:
+def agree(epoch: Epoch, proposal: Proposal | EplbError, torn: Callable[[EplbError], None]) -> Proposal:
     """Vote on the proposals of all members; collective.
 
     Parameters
@@ -84,6 +84,8 @@ def agree(epoch: Epoch, proposal: Proposal | EplbError) -> Proposal:
         Entered.
     proposal : Proposal or EplbError
         This rank's, or why it has none.
+    torn : callable
+        Called with the reason when this rank leaves while the others go on, as Ctrl-C after the decision does.
 
     Returns
     -------
@@ -112,7 +114,9 @@ def agree(epoch: Epoch, proposal: Proposal | EplbError) -> Proposal:
     except BaseException as interrupt:
         if not isinstance(interrupt, Exception):  # Ctrl-C: the members must not wait for this rank
             reason = type(interrupt).__name__
-            vote.abort(error_for("EPLB-T007", rank=members.rank, where=where, reason=reason), fatal=True)
+            error = error_for("EPLB-T007", rank=members.rank, where=where, reason=reason)
+            if vote.abort(error).commit:
+                torn(error)
         raise
     if decision.commit:
         members.forget()

@@ -81,16 +81,13 @@ def _agree(lives: Lives, state: CommunicatorState, old_map: npt.ArrayLike, new_m
         proposal = propose(epoch, state.held, old_map, new_map)
         if isinstance(proposal, Proposal):
             state.held.assume(proposal.old)
-        return agree(epoch, proposal)
+        return agree(epoch, proposal, lambda error: state.poison(error, where))
     except StoreGone as gone:
         _lost(lives, state, gone, "agree")
     except EplbError as error:
         # The same on all: one that comes back finds this outcome. A refusal leaves everyone where they were.
         if isinstance(error, (PeerLostError, StalledError)) or error.code == "EPLB-T016":
             state.poison(error, where)
-        raise
-    except BaseException as interrupt:  # Ctrl-C: the others were told
-        state.poison(error_for("EPLB-T007", rank=epoch.rank, where=where, reason=repr(interrupt)), where)
         raise
 
 

@@ -167,10 +167,8 @@ class Entrance:
         epoch, members, ring = self._epoch, self._members, self._ring
         if members is None or ring is None:
             raise RuntimeError("a meeting ended without a roll")
-        import torch.distributed as dist
-
         prefix = f"{self._client.prefix}/{members.namespace}/backend"
-        epoch.met(members, dist.PrefixStore(prefix, epoch.control.connection()))
+        epoch.met(members, epoch.control.client(prefix, epoch.timeout_s))
         members.ring = ring
         content = decision.content
         boots = [str(content["boots"].get(str(rank), "")) for rank in range(epoch.control.world_size)]

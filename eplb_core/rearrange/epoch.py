@@ -17,6 +17,7 @@ from eplb_core.voting.members import Members
 
 if TYPE_CHECKING:
     from eplb_core.control.plane import ControlPlane
+    from eplb_core.control.store import StoreClient
     from eplb_core.rearrange.setup import Setup
 
 
@@ -52,6 +53,8 @@ class Epoch:
         Pairs (low, high) whose backends are connected.
     exchanged : bool
         Has ``exchange_metadata`` been called?
+    retired : bool
+        Has it ended?
     connects : int
         Calls of ``connect`` in the generation at hand, the same on every member.
 
@@ -82,6 +85,8 @@ class Epoch:
         self.exchanged = False
         self.connects = 0
         self.leaving = leaving
+        self._store: StoreClient | None = None
+        self.retired = False
         cls, layout = setup.backend_class, setup.layout
         self.landing = LandingMemory(
             layout,
@@ -130,13 +135,14 @@ class Epoch:
 
     # --- once they have met ------------------------------------------------------------------------------------------
 
-    def met(self, members: Members, store: Any) -> None:
-        """The members have met: the epoch has a number, and the backend a namespace in the store."""
+    def met(self, members: Members, store: StoreClient) -> None:
+        """The members have met: the epoch has a number, and the backend a connection of its own to the store."""
         self.members = members
+        self._store = store
         self.watch = Diagnosis(members, self.leaving)
         if getattr(self.backend, "needs_progress", True):
             members.pump = self.backend.progress
-        self.context.begin(members.epoch, store)
+        self.context.begin(members.epoch, store.store)
 
     @property
     def entered(self) -> tuple[Members, Diagnosis]:
@@ -177,8 +183,10 @@ class Epoch:
         return answer is True or (answer is not False and not undrained)
 
     def let_go(self) -> None:
-        """Drop every reference to the memory, so that it is free when the host drops its tensors."""
+        """Drop every reference to landing memory and to the store, so that both are free without a collection."""
         self.hooks.close()
         self.landing.let_go()
-        self.buffers.rows.clear()
         self.buffers.landing.clear()
+        self.context.begin(self.number, None)
+        if self._store is not None:
+            self._store.close()

@@ -48,7 +48,8 @@ class HeldPlacement:
     world_size: int
     num_local: int
     map: IntArray = field(init=False)
-    """``[num_layers, world_size * num_local]``; -1 is an empty row, or one whose content nobody vouches for."""
+    """``[num_layers, world_size * num_local]``, -1 for an empty row, or one whose content nobody vouches for; without
+    columns while nothing was ever said."""
     known: bool = field(default=False, init=False)
     """Was it agreed, reloaded, or learnt from the other members? Until then the host's word holds."""
     committed: list[int] = field(default_factory=list, init=False)
@@ -56,13 +57,15 @@ class HeldPlacement:
     decided: list[int] = field(default_factory=list, init=False)
     """Those that are voted and not yet copied here."""
     doubts: list[Doubt] = field(default_factory=list, init=False)
+    newcomers: set[int] = field(default_factory=set, init=False)
+    """Ranks that did not know what their rows hold when the members met: of these the host's word is taken once."""
     rearrangement: str = field(default="", init=False)
     """The rearrangement at hand: namespace of the epoch and generation, so no other life has one of that name."""
     history: dict[str, list[int]] = field(default_factory=dict, init=False)
     """By rearrangement: the layers whose commit this rank has seen; of the last two."""
 
     def __post_init__(self) -> None:
-        self.map = np.full((self.num_layers, self.world_size * self.num_local), -1, dtype=np.int64)
+        self.map = np.empty((self.num_layers, 0), dtype=np.int64)
         self._new = self.map
 
     # --- a rearrangement's life --------------------------------------------------------------------------------------
@@ -79,6 +82,7 @@ class HeldPlacement:
     def agreed(self, rearrangement: str, old: IntArray, new: IntArray, moving: Iterable[int]) -> None:
         """All ranks agreed; layers that move nothing are on the new placement from here on."""
         self.known = True
+        self.newcomers = set()
         self.rearrangement = rearrangement
         self.map, self._new = old.copy(), new
         still = np.ones(self.num_layers, dtype=bool)
@@ -121,16 +125,17 @@ class HeldPlacement:
     def reloaded(self, mapping: IntArray) -> None:
         """The host rewrote the weights."""
         self.known = True
+        self.newcomers = set()
         self.map = mapping.copy()
         self.committed, self.decided = [], []
 
     # --- among members -----------------------------------------------------------------------------------------------
 
     def first_difference(self, old: IntArray, members: Iterable[int]) -> tuple[int, int] | None:
-        """Return the first (layer, slot), among the members' slots, at which a map is not what is held."""
-        if not self.known:
+        """Return the first (layer, slot), among those of members that know, at which a map is not what is held."""
+        slots = self._slots(set(members) - self.newcomers)
+        if not self.known or not len(slots):
             return None
-        slots = self._slots(members)
         wrong = np.argwhere(self.map[:, slots] != old[:, slots])
         return None if len(wrong) == 0 else (int(wrong[0, 0]), int(slots[wrong[0, 1]]))
 
@@ -151,7 +156,8 @@ class HeldPlacement:
 
     def merge(self, columns: Mapping[int, IntArray | None]) -> None:
         """Take each member's word for its own rows; None: it does not know what they hold."""
-        self.map = np.full_like(self.map, -1)
+        self.map = np.full((self.num_layers, self.world_size * self.num_local), -1, dtype=np.int64)
+        self.newcomers = {rank for rank, own in columns.items() if own is None}
         for rank, own in columns.items():
             if own is not None:
                 self.own_columns(rank)[...] = own

@@ -33,7 +33,7 @@ class MovingLayer:
         Its commit.
     handle : object
         The backend's, of its transfer.
-    failure : Exception or None
+    failure : BaseException or None
         Why the transfer could not be started; kept for the layer's own vote.
     landed : bool
         Are its reads and sends done?
@@ -46,7 +46,7 @@ class MovingLayer:
     vote: Vote
     copies: CommitCopies = NOTHING
     handle: object = None
-    failure: Exception | None = None
+    failure: BaseException | None = None
     landed: bool = False
     phase: str = "transfer"
 
@@ -108,28 +108,32 @@ class MovingLayers:
         """Is there a landing slot for a layer besides the one that is staged next?"""
         return len(self.decided) + len(self.copying) + 1 < self.slots
 
-    def start_up_to(self, number: int) -> MovingLayer:
-        """Return a layer, its transfer started."""
+    def prepare(self, number: int) -> MovingLayer:
+        """Return the next layer to be landed, whether its transfer was started or not."""
         if number not in self.started:
-            self.start_next()
+            members, _ = self._epoch.entered
+            vote = members.vote(str(number), f"layer {number}, phase vote")
+            self.started[number] = MovingLayer(number, self._next_start % self.slots, vote)
+            self._next_start += 1
+            self.votes.append(vote)
         return self.started[number]
 
-    def start_next(self) -> None:
-        """Start the next layer's transfer, if there is one; a failure is kept for its own vote."""
-        if self._next_start >= len(self.numbers):
+    def start(self, layer: MovingLayer) -> None:
+        """Start a layer's transfer, unless it was; a failure is kept for its own vote."""
+        if layer.handle is not None or layer.failure is not None:
             return
-        members, _ = self._epoch.entered
-        number = self.numbers[self._next_start]
-        vote = members.vote(str(number), f"layer {number}, phase vote")
-        layer = MovingLayer(number, self._next_start % self.slots, vote)
-        self._next_start += 1
-        self.started[number] = layer
-        self.votes.append(vote)
         with self._state.counts.phase("transfer"):
             try:
                 self._transfer(layer)
-            except Exception as error:
+            except BaseException as error:
                 layer.failure = error
+                if not isinstance(error, Exception):
+                    raise
+
+    def start_next(self) -> None:
+        """Start the next layer's transfer, if there is one."""
+        if self._next_start < len(self.numbers):
+            self.start(self.prepare(self.numbers[self._next_start]))
 
     def _transfer(self, layer: MovingLayer) -> None:
         epoch, number = self._epoch, layer.number
@@ -148,6 +152,7 @@ class MovingLayers:
             epoch.landing,
             layer.slot,
         )
+        self._state.nbytes_spare = epoch.landing.nbytes_spare
         layer.handle = epoch.hooks.transfer(plan)
 
     def note_decided(self, layer: MovingLayer) -> None:
@@ -162,7 +167,7 @@ class MovingLayers:
         for layer in self.started.values():
             if layer.failure is not None:
                 drained = False  # nobody knows how far it came
-            elif not layer.landed:
+            elif layer.handle is not None and not layer.landed:
                 try:
                     drained = bool(self._epoch.backend.abort(layer.handle, reason)) and drained
                 except Exception as error:

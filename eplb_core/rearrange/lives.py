@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("eplb_core")
 
-_CLOSE_FORCED_S = 1.0
+_CLOSE_FORCED_S = 0.8
 _REFUSAL_HEARD_S = 2.0
 
 
@@ -85,9 +85,10 @@ class Lives:
         if epoch.members is not None:
             return False
         meeting = self._meeting(epoch.asked, state.epoch)
-        Entrance(epoch, self._connected(timeout_s), meeting, state.held).enter(timeout_s, everyone=everyone)
+        client = self._connected(timeout_s)
+        Entrance(epoch, client, meeting, state.held).enter(timeout_s, everyone=everyone)
         state.new_epoch(epoch.number)
-        self._retirement.forget()
+        self._retirement.forget(client)
         return True
 
     def renew(
@@ -169,12 +170,16 @@ class Lives:
 
     def _renew_client(self, timeout_s: float, *, another_store: bool) -> None:
         old, self._client = self._client, None
-        if another_store or old is None:
+        if old is None:
+            return
+        if another_store:
+            old.close()
             return
         with suppress(StoreGone):
             client = self._connected(timeout_s)
             client.own |= old.own
             client.shared |= old.shared
+        old.close()
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -207,7 +212,9 @@ class Lives:
                     self.last.let_go()
                 self._process.release()
                 self.control.release(self._name)
-                self._client = None
+                if self._client is not None:
+                    self._client.close()
+                    self._client = None
         self._finalizer.detach()
 
     def end_with(self, owner: object) -> None:

@@ -158,11 +158,11 @@ class Rearrangement:
             raise PlanError("EPLB-P004", problem=problem)
 
     def _stage(self, number: int, *, meanwhile: Callable[[], None] | None = None, voting: Voting | None = None) -> None:
-        layer = self._moving.start_up_to(number)
-        if self._moving.slot_is_free:
-            self._moving.start_next()
-        counts = self._state.counts
+        layer, counts = self._moving.prepare(number), self._state.counts
         with self._failure.guard(layer, self._following()):
+            self._moving.start(layer)
+            if self._moving.slot_is_free:
+                self._moving.start_next()
             self._watch.attend(layer.vote)
             self._land(layer)
             with counts.phase("vote"):

@@ -6,7 +6,7 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from eplb_core.control.store import StoreGone
+from eplb_core.control.store import StoreClient, StoreGone
 from eplb_core.errors import TransferError
 from eplb_core.memory.quarantine import keep_forever
 from eplb_core.voting import departure
@@ -30,7 +30,6 @@ class Retirement:
 
     def __init__(self, state: CommunicatorState) -> None:
         self._state = state
-        self._retired: Epoch | None = None
         self._quarantined = 0
         self._landing_kept: list[Epoch] = []  # layers in doubt may still have to be copied out of it
         self._left: list[Members] = []
@@ -43,7 +42,7 @@ class Retirement:
         TransferError
             As much is quarantined as the limit allows, or the host's landing memory may still be written (EPLB-T009).
         """
-        if epoch is self._retired:  # an earlier rebuild came this far
+        if epoch.retired:  # an earlier rebuild came this far
             return
         safe = self._close_backend(epoch, force=True)
         if epoch.members is not None:
@@ -51,19 +50,23 @@ class Retirement:
             self._left.append(epoch.members)
         if safe and self._state.held.doubts:
             self._landing_kept.append(epoch)
-        elif not (safe and self._give_landing_back(epoch)):
+        elif safe and self._give_landing_back(epoch):
+            epoch.let_go()
+        else:
             self._quarantine(epoch, host_landing=host_landing, new_landing=new_landing)
-        self._retired = epoch
+        epoch.retired = True
 
-    def forget(self) -> None:
+    def forget(self, client: StoreClient) -> None:
         """The next epoch is entered: the keys and the landing memory of those before are not needed any more."""
         left, self._left = self._left, []
         for members in left:
             with suppress(StoreGone):
-                departure.leave_epoch_behind(members)
+                departure.leave_epoch_behind(members, client)
         kept, self._landing_kept = self._landing_kept, []
         for epoch in kept:
-            if not self._give_landing_back(epoch):
+            if self._give_landing_back(epoch):
+                epoch.let_go()
+            else:
                 keep_forever(epoch)
 
     def leave(self, epoch: Epoch, *, unclean: bool, wait_s: float, hosts_store: bool) -> None:

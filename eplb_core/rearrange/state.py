@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from eplb_core.errors import CommitError, EplbError, PlanError, PoisonedError, TransferError, error_for
@@ -53,6 +54,8 @@ class CommunicatorState:
         self.slot_events: dict[int, Any] = {}
         """By landing slot: the event after the last copies out of it."""
         self.quarantined_nbytes = 0
+        self.nbytes_spare = 0
+        """Bytes of the spare rows of landing memory, which are torch's own, whatever the allocator."""
         self._backend = backend
         self._allocator = allocator
         self._staging = StagingStats(0, 0, 0)
@@ -210,7 +213,8 @@ class CommunicatorState:
         # Releasing asks events, which a failed device answers with an error: it must not hide the one in flight.
         with suppress(RuntimeError):
             self._staging = self._allocator.stats()
-        return self._staging
+        spare, counted = self.nbytes_spare, self._staging
+        return replace(counted, nbytes_in_use=counted.nbytes_in_use + spare, nbytes_peak=counted.nbytes_peak + spare)
 
 
 class _OneUser:

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 
 from eplb_core.backend.toolkit import Deadline
-from eplb_core.control.store import StoreGone
+from eplb_core.control.store import StoreClient, StoreGone
 from eplb_core.voting.meeting import post_key
 from eplb_core.voting.members import Members
 
@@ -55,13 +55,13 @@ def tidy_up(members: Members) -> bool:
     return True
 
 
-def leave_epoch_behind(members: Members) -> None:
+def leave_epoch_behind(members: Members, client: StoreClient) -> None:
     """Delete the keys of an epoch whose successor every present member has joined.
 
     A member that was left out and wakes late finds nothing in its old votes, aborts them alone, and keeps its old rows:
     what it then holds is what it says when it comes back.
     """
-    client, prefix = members.client, f"{members.namespace}/"
+    prefix = f"{members.namespace}/"
     old = [key for key in (*client.own, *client.shared) if key.startswith(prefix)]
     client.delete(*old, *(members.key(f"{word}/{members.rank}") for word in ("bye", "dead")))
 

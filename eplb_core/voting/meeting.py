@@ -257,7 +257,7 @@ class Meeting:
                 return roll
             post = self._post(leader, values[2])
             why = self._why_not_there(leader, post, roll.nonces if roll is not None else {})
-            self.waiting_for = {leader: why or "its roll of all members"}
+            self.waiting_for = {leader: why or "and its roll of all members"}
             yield from self._pausing()
 
     def _awaiting(self, vote: Vote, roll: Roll) -> Steps[Decision]:
@@ -285,14 +285,14 @@ class Meeting:
             raise refusal.error
 
     def _looking_for_another(self, nonce: str | None = None) -> Steps[None]:
-        """Steps that make sure that no other process is this rank; with the nonce that this attempt has posted, if any."""
+        """Steps that make sure that no other process is this rank; nonce: what this attempt has posted, if anything."""
         (value,) = yield Get((post_key(self.rank),))
         post = self._post(self.rank, value)
         if post is None or post.process == self.process:
             return
         there = post.process.in_use()
-        # One that has replaced this attempt's post counts as there also where that cannot be seen: else two processes on
-        # two machines would replace each other's until their limits.
+        # One that has replaced this attempt's post counts as there also where that cannot be seen: else two processes
+        # on two machines would replace each other's until their limits.
         if there or (there is None and nonce is not None):
             raise self._another(post)
 
@@ -314,7 +314,7 @@ class Meeting:
             # Its process may have ended long ago; then it is told at the limit, if nobody has come in its place.
             if not self.private and post.process.in_use() is False:
                 continue
-            # So is one that this process has read before: it ended that attempt, and its rank may come anew to this one.
+            # So is one that this process has read before: it ended that attempt, and its rank may come anew to this.
             key, mine = self._read_key(post.nonce, self.rank), self.process.token.encode()
             (read,) = yield Get((key,))
             if read != mine:
@@ -380,7 +380,7 @@ def _read(decode: Callable[[bytes], Any], scope: MessageScope, value: bytes, kin
 
 
 def all_agree(rank: int) -> Callable[[Mapping[int, Ballot]], Decision]:
-    """Return the tally that commits when every ballot says so, else aborts with the reason of the lowest that refuses."""
+    """Return the tally that commits when every ballot says so, else aborts with the reason of the lowest rank."""
 
     def tally(ballots: Mapping[int, Ballot]) -> Decision:
         for voter in sorted(ballots):

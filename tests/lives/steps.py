@@ -48,7 +48,7 @@ class Steps(Job):
             "restart the job": (0.2 if first else 1.0, self.restart_job),
             "rearrange": (0 if not free else 6 if well else 3 if failed else 1.5, self.rearrange),
             "layer by layer": (0 if not free else 3 if well else 1.5 if failed else 0.7, self.layer_by_layer),
-            "retry": (0 if not free or self.failed is None else 1 if self.health == "ok" else 3, self.retry),
+            "retry": (0 if not free or self.failed is None else 2 if self.health == "ok" else 4, self.retry),
             "rebuild": (0 if not free else 0.7 if well else 3 if failed else 6, self.rebuild),
             "kill an idle rank": (0 if len(free) < 2 else 0.7, self.kill_idle),
             "stop an idle rank": (0 if len(free) < 2 else 0.7, self.stop_idle),

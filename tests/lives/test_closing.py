@@ -108,8 +108,14 @@ def closed_between_the_copies(rank: Rank, call: str, closer: str, force: bool):
         gen = life.comm.begin(old, new)
         for layer in gen.layers:
             life.do(f"stage {layer}", gen.stage, layer)
+
+        def commit() -> None:
+            gen.commit(0)
+            for thread in threads:  # which goes on to commit layer 1: rows are looked at when it has ended
+                thread.join(30)
+
         with between:
-            life.do("commit 0", gen.commit, 0)
+            life.do("commit 0", commit)
         life.do("commit 1", gen.commit, 1)
         life.do("end", gen.end)
     for thread in threads:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-
-import pytest
 
 from eplb_core.control.process import ProcessIdentity
 from eplb_core.errors import EplbError, error_for
@@ -36,17 +35,17 @@ THE_RULES = Rules()
 
 
 class Processes:
-    """Which processes there are, for `ProcessIdentity.in_use`."""
+    """Which processes there are; the tests' conftest puts it in the place of `ProcessIdentity.in_use`."""
 
-    living: Set[str] = frozenset()
-    unseen: Set[str] = frozenset()
+    living: AbstractSet[str] = frozenset()
+    unseen: AbstractSet[str] = frozenset()
     """Of another machine: nobody can say whether they live."""
 
     def in_use(self, process: ProcessIdentity) -> bool | None:
         return None if process.token in self.unseen else process.token in self.living
 
     @contextmanager
-    def are(self, living: Set[str]) -> Iterator[None]:
+    def are(self, living: AbstractSet[str]) -> Iterator[None]:
         """Let these be the ones that live; called around every step of a protocol."""
         before, self.living = self.living, living
         try:
@@ -58,17 +57,10 @@ class Processes:
 PROCESSES = Processes()
 
 
-@pytest.fixture
-def processes(monkeypatch):
-    """Processes that live while a test says so."""
-    monkeypatch.setattr(ProcessIdentity, "in_use", PROCESSES.in_use)
-    monkeypatch.setattr(PROCESSES, "unseen", frozenset())
-    return PROCESSES
-
-
 def process(seat: str, life: int) -> ProcessIdentity:
-    """One of the processes that sit, one after another, at a seat: a rank's number, or one that another took as well."""
-    return ProcessIdentity("boot", "pid:[1]", 100 + life, "1", f"{seat}.{life}")
+    """One of the processes that sit, one after another, at a seat: a rank, and a letter if it is not the only one."""
+    pid = 100 + 10 * int(seat[0]) + life + 500 * len(seat[1:])
+    return ProcessIdentity("boot", "pid:[1]", pid, "1", f"{seat}.{life}")
 
 
 @dataclass
@@ -88,9 +80,17 @@ class Attempt:
 
 
 def attend(
-    rules: Rules, rank: int, members: tuple[int, ...], *, seat: str = "", life: int = 1, epoch: int = 0, nonces: int = 0,
-    refusal: EplbError | None = None, private: bool = False,
-) -> Attempt:  # fmt: skip
+    rules: Rules,
+    rank: int,
+    members: tuple[int, ...],
+    *,
+    seat: str = "",
+    life: int = 1,
+    epoch: int = 0,
+    nonces: int = 0,
+    refusal: EplbError | None = None,
+    private: bool = False,
+) -> Attempt:
     """Come to a meeting, or refuse to."""
 
     def fresh() -> str:
@@ -122,20 +122,23 @@ def decision_key(roll: Roll) -> str:
     return f"{roll.namespace}/0/meet/decision"
 
 
-def drive(attempts: Sequence[Attempt], contents: Contents, rounds: int = 50) -> Contents:
-    """Let attempts go on in turn, an operation each, until all have ended; return what the store then holds."""
+def drive(attempts: Sequence[Attempt], contents: Contents, patience: int = 50) -> Contents:
+    """Let attempts go on in turn, an operation each, until all have ended; return what the store then holds.
+
+    One that has paused so many times gives up.
+    """
     answers: dict[int, Any] = dict.fromkeys(range(len(attempts)))
-    for _ in range(rounds):
+    pauses = [0] * len(attempts)
+    while answers:
         for place in tuple(answers):
             try:
                 operation = attempts[place].steps.send(answers[place])
-            except StopIteration:
+            except (StopIteration, EplbError):
                 del answers[place]
                 continue
             if isinstance(operation, Pause):
-                answers[place] = None
+                pauses[place] += 1
+                answers[place] = TIMED_OUT if pauses[place] == patience else None
             else:
                 answers[place], contents = perform(operation, contents)
-        if not answers:
-            return contents
-    raise AssertionError(f"{len(answers)} of {len(attempts)} attempts do not end")
+    return contents

@@ -11,6 +11,8 @@ nothing of it knows a transport.
 `first_line`, `name_ranks`  a library's error, and ranks, as people read them
 `rounds_of_pairs`           which peers meet in which round, so that both ends of a pair meet in the same one
 `check_member`              metadata of another member, and of nobody else
+`greet`                     nonces between new pairs: connects them, and proves who is who
+`LayerTransfer`             the handle that `transfer` returns, to be extended
 `Lifecycle`                 what is refused before connect, after a failure and after close; what is in flight
 `row_batches`               a plan's rows as tensors, batch by batch
 `BlockAccounts`             the books of a staging allocator
@@ -27,7 +29,9 @@ from eplb_core.backend.toolkit.failures import (
     name_ranks,
     stalled_error,
 )
-from eplb_core.backend.toolkit.lifecycle import InSlot, Lifecycle
+from eplb_core.backend.toolkit.greeting import greet
+from eplb_core.backend.toolkit.handle import LayerTransfer
+from eplb_core.backend.toolkit.lifecycle import Lifecycle
 from eplb_core.backend.toolkit.pairs import check_member, rounds_of_pairs
 from eplb_core.backend.toolkit.rows import RowMove, row_batches
 from eplb_core.backend.toolkit.waiting import Backoff, Deadline, Wait
@@ -38,7 +42,7 @@ __all__ = [
     "BlockAccounts",
     "CancelWatch",
     "Deadline",
-    "InSlot",
+    "LayerTransfer",
     "Lifecycle",
     "RowMove",
     "Wait",
@@ -46,6 +50,7 @@ __all__ = [
     "check_member",
     "failed_error",
     "first_line",
+    "greet",
     "name_ranks",
     "rounds_of_pairs",
     "row_batches",

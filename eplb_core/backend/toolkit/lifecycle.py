@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from eplb_core.backend.protocol import BackendContext
+from eplb_core.backend.toolkit.handle import LayerTransfer
 from eplb_core.errors import error_for
 
-
-class InSlot(Protocol):
-    """A transfer's handle, as far as `Lifecycle` looks at it."""
-
-    @property
-    def slot(self) -> int:
-        """Landing slot of its plan."""
-        ...
-
-
-H = TypeVar("H", bound=InSlot)
+H = TypeVar("H", bound=LayerTransfer)
 
 
 class Lifecycle(Generic[H]):

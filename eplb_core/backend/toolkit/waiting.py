@@ -58,6 +58,8 @@ class Backoff:
         Seconds. What is due in microseconds wants a short first one, what others do in their own time a longer one.
     factor : float
         From one pause to the next.
+    spin_s : float
+        Seconds from the first pause on in which none is made, for those who would rather burn a core.
 
     Examples
     --------
@@ -66,13 +68,23 @@ class Backoff:
     [0.0001, 0.0002, 0.0003]
     """
 
-    def __init__(self, first_s: float = 20e-6, longest_s: float = 1e-3, factor: float = 1.5) -> None:
+    def __init__(
+        self, first_s: float = 20e-6, longest_s: float = 1e-3, factor: float = 1.5, *, spin_s: float = 0.0
+    ) -> None:
         self._next_s = first_s
         self._longest_s = longest_s
         self._factor = factor
+        self._spin_s = spin_s
+        self._spins_until_s: float | None = None
 
     def pause(self, at_most_s: float = float("inf")) -> float:
         """Sleep, at most so long; return the seconds that were meant."""
+        if self._spin_s:
+            now = time.monotonic()
+            if self._spins_until_s is None:
+                self._spins_until_s = now + self._spin_s
+            if now < self._spins_until_s:
+                return 0.0
         pause_s = min(self._next_s, at_most_s)
         time.sleep(pause_s)
         self._next_s = min(self._factor * self._next_s, self._longest_s)

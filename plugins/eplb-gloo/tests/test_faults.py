@@ -302,7 +302,7 @@ def test_a_peer_that_dies_before_the_transfer_makes_the_wait_fail_not_the_transf
         ranks.signal(1, signal.SIGKILL)
         ranks.tell(0, "dead")
         kind, error, drained = ranks.join(20)[0].value
-    assert kind == "LayerTransfer"
+    assert kind == "GlooTransfer"
     assert error.code == "EPLB-T001"
     assert "Connection closed by peer" in str(error)
     assert drained is False

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 import eplb_core as eplb
-from eplb_core.backend.toolkit import Deadline
+from eplb_core.backend.toolkit import Deadline, RowMove
 from eplb_core.errors import ConfigError, EplbError
 from eplb_core.hookspecs import hookimpl
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, run_ranks
 from eplb_nccl.backend import TorchNcclBackend
-from eplb_nccl.group import DeviceGroup, Operation
+from eplb_nccl.group import DeviceGroup
 from eplb_nccl.options import TorchNcclOptions
 
 for folder in (Path(__file__).parent, Path(__file__).parents[3] / "tests" / "support"):
@@ -367,7 +367,7 @@ def whose_batch_is_empty(rank: Rank):
     link = DeviceGroup(dist.group.WORLD, device=torch.device("cpu"), members=[0, 1], rank=rank.rank)
     nothing = link.post([], 7)  # torch's own batch_isend_irecv raises
     buffer = torch.full((8,), rank.rank, dtype=torch.uint8)
-    posted = link.post([Operation(1 - rank.rank, 1 - rank.rank, rank.rank == 0, buffer)], 7)
+    posted = link.post([RowMove(1 - rank.rank, rank.rank == 0, buffer)], 7)
     failure = link.finish(posted, Deadline(10), lambda: None)
     dist.barrier()
     dist.destroy_process_group()
@@ -383,7 +383,7 @@ def whose_work_fails(rank: Rank):
     if rank.rank == 1:
         link.sever()
         return None
-    posted = link.post([Operation(1, 1, False, torch.zeros(8, dtype=torch.uint8))], 7)
+    posted = link.post([RowMove(1, False, torch.zeros(8, dtype=torch.uint8))], 7)
     while not posted[0].work.is_completed():
         time.sleep(0.001)
     link._error = iter([None, "REMOTE_ERROR"]).__next__  # torch notices a little later than the work ends

@@ -53,7 +53,7 @@ class Rank:
             f"{self.run}/{name}/{epoch}", dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=STEP_LIMIT_S))
         )
         self.called_off: Cancelled | None = None
-        self.steps = self.sequence = 0
+        self.steps = self.generation = 0
         self.weights = [
             [torch.zeros(self.num_experts, n, dtype=torch.uint8) for n in self.nbytes] for _ in range(self.num_layers)
         ]
@@ -147,15 +147,14 @@ class Rank:
         new = np.stack([rng.permutation(base) for _ in range(self.num_layers)])
         return old, new
 
-    def plan(self, moves: Any, layer: int) -> Any:
-        self.sequence += 1
+    def plan(self, moves: Any, layer: int, place: int) -> Any:
         return moves.transfer_plan(
             layer,
             self.rank,
             self.layout.geometries[layer],
-            generation=1,
-            sequence=self.sequence,
-            slot=self.sequence % 2,
+            generation=self.generation,
+            sequence=(self.generation << 32) + place,
+            slot=place % 2,
             landing_layout=NixlBackend.landing_layout,
             coalesce_nbytes=0,
             batched=False,
@@ -163,10 +162,11 @@ class Rank:
             migration_batching=False,
         )
 
-    def start(self, old: np.ndarray, new: np.ndarray) -> tuple[Any, list[Any]]:
-        """All layers' plans, canonical on every rank."""
+    def start(self, old: np.ndarray, new: np.ndarray, *, first: int = 0) -> tuple[Any, list[Any]]:
+        """All layers' plans, canonical on every rank; what numbers them follows from (generation, place)."""
+        self.generation += 1
         moves = plan_moves(old, new, world_size=self.world)
-        return moves, [self.plan(moves, layer) for layer in moves.layers]
+        return moves, [self.plan(moves, layer, first + place) for place, layer in enumerate(moves.layers)]
 
     def commit(self, moves: Any, plan: Any) -> None:
         rows = [[view[row] for row in range(self.num_experts)] for view in self.layout.rows[plan.layer]]

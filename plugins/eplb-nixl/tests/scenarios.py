@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from rank import Rank, count_fds, count_threads, say, value_of
 from eplb_core.backend import Cancelled, PeerMetadata
 from eplb_core.errors import EplbError
 from eplb_core.weights.layout import build_layout
-from eplb_nixl.wire import SourceRecord
+from eplb_nixl.metadata import SourceRecord
 
 
 def shifted(world: int, experts: int, layers: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -379,7 +380,7 @@ def many_rounds(rank: int, world: int, port: int, *, rounds: int, options: dict[
                     "threads": count_threads(),
                     "requests": len(agent._reads),
                     "lists": len(agent._lists),
-                    "in_flight": len(me.backend._in_flight),
+                    "in_flight": len(me.backend._life.in_flight),
                 }
             )
     say(seen=seen)
@@ -411,3 +412,132 @@ def weights_deleted(rank: int, world: int, port: int) -> None:
     say(right=right, clutter=len(clutter))
     me.barrier()
     me.backend.close()
+
+
+def given_up_on_one_rank(rank: int, world: int, port: int, *, options: dict[str, Any] | None = None) -> None:
+    """A generation that rank 0 has begun further than rank 1 is given up; the next one is exact, at once."""
+    me = Rank(rank, world, port, layers=3, options=options or {})
+    me.build()
+    me.connect()
+    old, new = shifted(world, me.num_experts, 3)
+    me.fill(old)
+    me.barrier()
+    _, plans = me.start(old, new)
+    handles = [me.backend.transfer(plan) for plan in plans[: 2 if rank == 0 else 1]]
+    me.barrier()
+    drained = [me.backend.abort(handle, "rank 1 gave up") for handle in handles]
+    me.barrier()
+    start = time.monotonic()
+    me.rearrange(old, new)
+    say(drained=drained, wrong=me.wrong_rows(new), seconds=time.monotonic() - start)
+    me.barrier()
+    me.backend.close()
+
+
+def counted_differently(rank: int, world: int, port: int) -> None:
+    """Rank 1 numbers its transfers, and so its slots, otherwise than rank 0: nothing is read from the wrong buffer."""
+    me = Rank(rank, world, port, layers=1, options={"mode": "staged"})
+    me.build()
+    me.connect()
+    old, new = shifted(world, me.num_experts)
+    me.fill(old)
+    _, plans = me.start(old, new, first=rank)
+    me.landing.slots[plans[0].slot].fill_(0xA5)
+    me.barrier()
+    handle = me.backend.transfer(plans[0])
+    start = time.monotonic()
+    try:
+        me.backend.wait(handle, 20.0)
+        say(code="none")
+    except EplbError as error:
+        say(code=error.code, text=str(error), seconds=time.monotonic() - start)
+    untouched = bool((me.landing.slots[plans[0].slot] == 0xA5).all())
+    say(untouched=untouched, drained=me.backend.abort(handle, "they do not agree"))
+    me.barrier()
+    say(closed=me.backend.close())
+
+
+def forked(rank: int, world: int, port: int, *, closes: bool) -> None:
+    """Rank 0 forks a child that ends as a program does; the parent goes on as if nothing had been."""
+    me = Rank(rank, world, port)
+    me.build()
+    me.connect()
+    old, new = me.maps(1)
+    me.fill(old)
+    me.barrier()
+    me.rearrange(old, new)
+    me.barrier()
+    if rank == 0:
+        child = os.fork()
+        if child == 0:
+            if closes:
+                try:
+                    me.backend.progress()
+                except EplbError as error:
+                    if "from which this one was forked" in str(error) and me.backend.close():
+                        sys.exit(7)
+            sys.exit(0)
+        say(child=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    me.barrier()
+    newer = me.maps(2)[1]
+    start = time.monotonic()
+    me.rearrange(new, newer)
+    say(wrong=me.wrong_rows(newer), seconds=time.monotonic() - start)
+    me.barrier()
+    say(closed=me.backend.close())
+
+
+def memory_taken_away(rank: int, world: int, port: int, *, options: dict[str, Any] | None = None) -> None:
+    """Rank 0's host frees a registered storage; rank 1 reads from it while rank 0 makes progress, as in a vote."""
+    me = Rank(rank, world, port, layers=1, experts=1, nbytes=[32 << 20], options=options or {})
+    me.build()
+    me.connect()
+    old, new = shifted(world, 1)
+    me.fill(old)
+    me.barrier()
+    _, plans = me.start(old, new)
+    if rank == 0:
+        me.weights[0][0].untyped_storage().resize_(0)
+        me.store.set("freed", "1")
+        me.store.get("posted")
+        for _ in range(300):
+            me.backend.progress()
+            time.sleep(1e-3)
+    else:
+        me.store.get("freed")
+        handle = me.backend.transfer(plans[0])
+        me.store.set("posted", "1")
+    try:
+        if rank == 0:
+            handle = None
+            handle = me.backend.transfer(plans[0])
+        me.backend.wait(handle, 1.0)
+        say(code="none")
+    except EplbError as error:
+        say(code=error.code, text=str(error))
+    if handle is not None:
+        me.backend.abort(handle, "there is nothing to read")
+    me.backend.close(force=True)
+    me.store.add("over", 1)
+    limit = time.monotonic() + 20
+    while me.store.add("over", 0) < world and time.monotonic() < limit:
+        time.sleep(1e-2)
+    say(lives=True)
+
+
+def closed_while_connecting(rank: int, world: int, port: int) -> None:
+    """Rank 1 closes while its first READ is under way, toward a rank that makes no progress."""
+    me = Rank(rank, world, port)
+    me.build()
+    if rank == 1:
+        me.backend.exchange_metadata(me.local, [PeerMetadata(0, me.payload(0))])
+        waiting = me.backend.exposure.warm_up.waiting_for
+        start = time.monotonic()
+        say(closed=me.backend.close(force=True), waiting=waiting, seconds=time.monotonic() - start)
+        me.store.set("closed", "1")
+    else:
+        me.store.get("closed")
+        for _ in range(100):
+            me.backend.progress()
+            time.sleep(1e-3)
+        say(closed=me.backend.close())

@@ -32,7 +32,7 @@ from eplb_gloo.metadata import NONCE_NBYTES, encode_payload, nonce_of
 from eplb_gloo.options import COALESCE_NBYTES, GlooOptions
 from eplb_gloo.sources import DeviceSource, HostSource, Source
 from eplb_gloo.staging import SendSlots, send_slot_nbytes
-from eplb_gloo.transfer import LayerTransfer, await_end
+from eplb_gloo.transfer import GlooTransfer, await_end
 
 _ASK_S = 1e-3  # for what is complete but not yet seen to be
 _CLOSE_S = 0.5  # a thread that closing wakes needs milliseconds
@@ -58,7 +58,7 @@ class GlooBackend:
         self.coalesce_nbytes = options.coalesce_nbytes
         self._options = options
         self._context = context
-        self._life: Lifecycle[LayerTransfer] = Lifecycle(context, NAME)
+        self._life: Lifecycle[GlooTransfer] = Lifecycle(context, NAME)
         self._nonce = os.urandom(NONCE_NBYTES)
         self._buffers: Buffers | None = None
         self._registered: Registered | None = None
@@ -129,7 +129,7 @@ class GlooBackend:
         return ConnectReceipt(tuple(nonces))
 
     @hookimpl
-    def transfer(self, plan: TransferPlan) -> LayerTransfer:
+    def transfer(self, plan: TransferPlan) -> GlooTransfer:
         """Post receives, then sends as they become ready; see `eplb_core.hookspecs.BackendSpec.transfer`."""
         self._life.starting(plan.slot)
         registered, source, buffers = self._registered, self._source, self._buffers
@@ -142,7 +142,7 @@ class GlooBackend:
         except MisfitError as misfit:
             detail = f"(the plan of layer {plan.layer} does not fit what was registered: {misfit})."
             raise error_for("EPLB-T001", label=NAME, state="refused", detail=detail) from misfit
-        transfer = LayerTransfer(plan.layer, plan.slot, sum(receives.nbytes), sum(sends.nbytes))
+        transfer = GlooTransfer(plan)
         if self._group is None or not len(receives) + len(sends):
             transfer.complete()
             return transfer
@@ -176,7 +176,7 @@ class GlooBackend:
 
         Parameters
         ----------
-        handle : LayerTransfer
+        handle : GlooTransfer
             In flight, or failed in `wait`.
         reason : str
             For those who use the backend afterwards.
@@ -222,7 +222,7 @@ class GlooBackend:
         return True
 
 
-def _shut(group: GlooGroup, in_flight: dict[int, LayerTransfer], staging: SendSlots | None) -> bool:
+def _shut(group: GlooGroup, in_flight: dict[int, GlooTransfer], staging: SendSlots | None) -> bool:
     """Close the connections; of a backend that is dropped without a close, too, so it does not refer to one.
 
     Returns
@@ -241,7 +241,7 @@ def _shut(group: GlooGroup, in_flight: dict[int, LayerTransfer], staging: SendSl
     return group.close(_CLOSE_S, keep=staging)
 
 
-def _own(handle: object) -> LayerTransfer:
-    if not isinstance(handle, LayerTransfer):
+def _own(handle: object) -> GlooTransfer:
+    if not isinstance(handle, GlooTransfer):
         raise error_for("EPLB-P004", problem=f"{handle!r} is no transfer of {NAME}")
     return handle

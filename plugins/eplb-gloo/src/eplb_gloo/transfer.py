@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from eplb_core.backend import BackendContext, TransferReceipt
-from eplb_core.backend.toolkit import Wait, cancelled_error, failed_error, first_line, name_ranks, stalled_error
+from eplb_core.backend.toolkit import (
+    LayerTransfer,
+    Wait,
+    cancelled_error,
+    failed_error,
+    first_line,
+    name_ranks,
+    stalled_error,
+)
 from eplb_core.errors import StalledError
 from eplb_gloo.group import GlooGroup, finish
 from eplb_gloo.hooks import NAME
@@ -77,15 +85,13 @@ class Progress:
 
 
 @dataclass(eq=False)
-class LayerTransfer:
+class GlooTransfer(LayerTransfer):
     """One layer's receives and sends: what the backend's ``transfer`` returns.
 
     Parameters
     ----------
-    layer, slot : int
-        Of the plan.
-    nbytes_received, nbytes_sent : int
-        Bytes of its messages.
+    plan : TransferPlan
+        Of this rank.
     progress : Progress or None
         Its messages while they are in flight: each holds a connection, a buffer and memory of the layer, so they are
         dropped as soon as the layer is finished either way.
@@ -95,19 +101,12 @@ class LayerTransfer:
         Of the waits.
     failure : Failure or None
         Why posting stopped early, or what its wait or abort ended with.
-    receipt : TransferReceipt or None
-        Set when everything is complete.
     """
 
-    layer: int
-    slot: int
-    nbytes_received: int
-    nbytes_sent: int
     progress: Progress | None = None
     num_receives: int = 0
     outcome: Future[Failure | None] | None = None
     failure: Failure | None = None
-    receipt: TransferReceipt | None = None
 
     def post(
         self,
@@ -171,8 +170,7 @@ class LayerTransfer:
     def complete(self) -> TransferReceipt:
         """Drop the messages, all of which are complete."""
         self.progress = self.outcome = None
-        self.receipt = TransferReceipt(self.nbytes_received, self.nbytes_sent)
-        return self.receipt
+        return super().complete()
 
     def give_up(self, reason: str) -> None:
         """Drop the messages, not all of which are complete; their connections are closed."""
@@ -180,12 +178,12 @@ class LayerTransfer:
         self.failure = self.failure or Failure(reason)
 
 
-def await_end(transfer: LayerTransfer, group: GlooGroup, context: BackendContext, timeout_s: float) -> TransferReceipt:
+def await_end(transfer: GlooTransfer, group: GlooGroup, context: BackendContext, timeout_s: float) -> TransferReceipt:
     """Wait until every message of a layer is complete.
 
     Parameters
     ----------
-    transfer : LayerTransfer
+    transfer : GlooTransfer
         In flight.
     group : GlooGroup
         The connections, which are closed when the limit is over.
@@ -220,7 +218,7 @@ def await_end(transfer: LayerTransfer, group: GlooGroup, context: BackendContext
     raise failed_error(NAME, failure.reason, where, failure.peers)
 
 
-def _sever_and_ask(transfer: LayerTransfer, group: GlooGroup) -> str:
+def _sever_and_ask(transfer: GlooTransfer, group: GlooGroup) -> str:
     """Find out who is late, which takes closing the connections: over an open one, asking is waiting."""
     progress, outcome = transfer.progress, transfer.outcome
     group.sever()

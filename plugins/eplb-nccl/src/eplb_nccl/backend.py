@@ -19,14 +19,14 @@ from eplb_core.backend import (
     TransferPlan,
     TransferReceipt,
 )
-from eplb_core.backend.toolkit import Deadline, Lifecycle, check_member
+from eplb_core.backend.toolkit import Deadline, Lifecycle, check_member, row_batches
 from eplb_core.errors import error_for
-from eplb_nccl.connect import greet, meet_all
+from eplb_nccl.connect import meet, meet_all
 from eplb_nccl.group import DeviceGroup, Failure, Posted
 from eplb_nccl.hooks import NAME, why_not_available
 from eplb_nccl.metadata import NONCE_NBYTES, nonce_of, pack
 from eplb_nccl.options import TorchNcclOptions
-from eplb_nccl.transfer import LayerTransfer, operations_of, own, tag_of
+from eplb_nccl.transfer import LayerTransfer, tag_of
 from eplb_nccl.watched import WatchedGroup
 
 _DRAIN_S = 0.5
@@ -100,7 +100,7 @@ class TorchNcclBackend:
             deadline = Deadline(self._context.timeout_s)
             if not self._life.is_connected:
                 meet_all(self._watched, self._context, deadline)
-            greet(self._watched, self._context, self._place, self._nonce, nonces, deadline)
+            meet(self._watched, self._context, self._nonce, nonces, deadline)
         self._life.connected()
         return ConnectReceipt(tuple(nonces))
 
@@ -110,11 +110,11 @@ class TorchNcclBackend:
         self._check_usable()
         self._life.starting(plan.slot)
         buffers, watched = self._buffers, self._watched
-        handle = LayerTransfer.of(plan)
+        handle = LayerTransfer(plan)
         if buffers is None or watched is None or not len(plan.receives) + len(plan.sends):
             handle.complete()
             return handle
-        batches = operations_of(plan, buffers, self._context, self._place)
+        batches = row_batches(plan, buffers, self._context, NAME)
         self._life.begin(handle)
         # What is posted is in flight, so there is a handle to abort whatever happens to the rest; its wait raises.
         tag, deadline = tag_of(self._context, f"{plan.sequence}"), Deadline(self._context.timeout_s)
@@ -125,7 +125,7 @@ class TorchNcclBackend:
     @hookimpl
     def wait(self, handle: object, timeout_s: float) -> TransferReceipt:
         """Wait for receives and sends; see `eplb_core.hookspecs.BackendSpec.wait`."""
-        transfer, deadline = own(handle), Deadline(timeout_s)
+        transfer, deadline = LayerTransfer.own(handle, NAME), Deadline(timeout_s)
         if transfer.receipt is not None:
             return transfer.receipt
         self._check_usable()
@@ -137,6 +137,7 @@ class TorchNcclBackend:
             transfer.failure = failure.reason
             raise watched.explain(failure, f"layer {transfer.layer}, phase wait", deadline.elapsed_s)
         self._life.end(transfer)
+        transfer.posted = []
         return transfer.complete()
 
     def progress(self) -> None:
@@ -162,7 +163,7 @@ class TorchNcclBackend:
             True when everything was complete already. Otherwise the group is severed, which frees the peers' waits too,
             and nothing goes over it any more.
         """
-        transfer = own(handle)
+        transfer = LayerTransfer.own(handle, NAME)
         group, watched = self._group, self._watched
         if transfer.receipt is not None or group is None or watched is None:
             return True
@@ -170,6 +171,7 @@ class TorchNcclBackend:
         if transfer.failure is None and group.finish(transfer.posted, Deadline(0.0), lambda: None) is None:
             self._life.end(transfer)
             transfer.complete()
+            transfer.posted = []
             return True
         watched.sever(f"layer {transfer.layer}, phase abort", reason)
         self._give_up(transfer, reason)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from eplb_core.backend import BackendContext
-from eplb_core.backend.toolkit import Deadline, rounds_of_pairs
+from eplb_core.backend.toolkit import Deadline, RowMove, greet
 from eplb_core.errors import error_for
-from eplb_nccl.group import Failure, Operation, Posted
+from eplb_nccl.group import Failure, Posted
 from eplb_nccl.hooks import NAME
 from eplb_nccl.transfer import tag_of
 from eplb_nccl.watched import WatchedGroup
@@ -36,30 +34,10 @@ def meet_all(group: WatchedGroup, context: BackendContext, deadline: Deadline) -
         raise error_for("EPLB-C010", problem=problem)
 
 
-def greet(
-    group: WatchedGroup,
-    context: BackendContext,
-    place: Mapping[int, int],
-    own_nonce: bytes,
-    nonces: Mapping[int, bytes],
-    deadline: Deadline,
+def meet(
+    group: WatchedGroup, context: BackendContext, own_nonce: bytes, nonces: Mapping[int, bytes], deadline: Deadline
 ) -> None:
     """Exchange nonces with peers that are new.
-
-    Parameters
-    ----------
-    group : WatchedGroup
-        Over which.
-    context : BackendContext
-        Who the members are.
-    place : mapping of int to int
-        Their ranks within the group.
-    own_nonce : bytes
-        Drawn by this rank.
-    nonces : mapping of int to bytes
-        What each peer's metadata says that it drew.
-    deadline : Deadline
-        Limit.
 
     Raises
     ------
@@ -68,27 +46,14 @@ def greet(
     MetadataError
         EPLB-M005: another process is behind a peer's rank of the group.
     """
-    with group.stream():
-        mine = torch.frombuffer(bytearray(own_nonce), dtype=torch.uint8).to(context.device)
-        heard = {rank: torch.zeros_like(mine) for rank in nonces}
-    rounds = rounds_of_pairs(
-        context.members, context.rank, nonces, peers_per_round=max(1, context.max_ops_per_batch // 2)
-    )
-    batches = [
-        [
-            *(Operation(rank, place[rank], False, heard[rank]) for rank in ranks),
-            *(Operation(rank, place[rank], True, mine) for rank in ranks),
-        ]
-        for ranks in rounds
-    ]
-    posted: list[Posted] = []
-    failure = group.post(batches, tag_of(context, "greeting"), deadline, posted) or group.finish(posted, deadline)
-    if failure is not None:
-        raise _severed(group, failure, deadline)
-    for rank, nonce in nonces.items():
-        if bytes(heard[rank].cpu().numpy()) != nonce:
-            problem = f"rank {place[rank]} of the device_group is not the process that is rank {rank} here"
-            raise error_for("EPLB-M005", peer=rank, problem=problem)
+
+    def exchange(batches: list[list[RowMove]]) -> None:
+        posted: list[Posted] = []
+        failure = group.post(batches, tag_of(context, "greeting"), deadline, posted) or group.finish(posted, deadline)
+        if failure is not None:
+            raise _severed(group, failure, deadline)
+
+    greet(context, own_nonce, nonces, exchange, on_stream=group.stream)
 
 
 def _severed(group: WatchedGroup, failure: Failure, deadline: Deadline) -> Exception:

@@ -13,25 +13,13 @@ import torch
 import torch.distributed as dist
 
 from eplb_core.backend import Cancelled
-from eplb_core.backend.toolkit import Backoff, Deadline, first_line
+from eplb_core.backend.toolkit import Backoff, Deadline, RowMove, first_line
 from eplb_core.errors import error_for
 from eplb_nccl.hooks import NAME
 
 _SHORTEST = timedelta(milliseconds=1)  # zero is "no limit" to gloo
 _SEVER_TAG = 1 << 30  # no message of ours has it
 _severed: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-class Operation(NamedTuple):
-    """One row to send or to receive."""
-
-    peer: int
-    """Rank of the other end."""
-    place: int
-    """Its rank within the group."""
-    is_send: bool
-    buffer: torch.Tensor
-    """uint8, contiguous."""
 
 
 class Posted(NamedTuple):
@@ -85,8 +73,8 @@ class DeviceGroup:
         self._backend: Any = group._get_backend(device)
         self._coalesces = bool(self._backend.supports_coalescing)
         self._registered = _is_registered(group)
-        self._size = len(members)
-        self._own = list(members).index(rank)
+        self._place = {member: place for place, member in enumerate(members)}
+        self._own = self._place[rank]
         self._lock = threading.Lock()
         self.kind = str(self._backend.name())
         """Such as "nccl" or "gloo"."""
@@ -98,12 +86,12 @@ class DeviceGroup:
         """Were its connections closed, by this communicator or by another one that shares the group?"""
         return self._group in _severed
 
-    def post(self, operations: Sequence[Operation], tag: int) -> list[Posted]:
+    def post(self, operations: Sequence[RowMove], tag: int) -> list[Posted]:
         """Start a batch; RuntimeError when a connection is closed.
 
         Parameters
         ----------
-        operations : sequence of Operation
+        operations : sequence of RowMove
             Receives first. Both ends of a pair list what they exchange in the same order.
         tag : int
             Keeps this batch apart from the host's own messages, where the group knows tags.
@@ -129,7 +117,7 @@ class DeviceGroup:
     def sum_of_ones(self) -> tuple[torch.Tensor, list[Posted]]:
         """Start a sum over all members: the first call on an NCCL group must be everyone's."""
         ones = torch.ones(1, dtype=torch.int32, device=self._device)
-        others = tuple(place for place in range(self._size) if place != self._own)
+        others = tuple(place for place in self._place.values() if place != self._own)
         return ones, [Posted(others, True, self._group.allreduce([ones]))]
 
     def finish(
@@ -168,28 +156,32 @@ class DeviceGroup:
                     self._backend.abort()
                 return
             nothing = torch.empty(1, dtype=torch.uint8)
-            for place in range(self._size):
+            for place in self._place.values():
                 if place != self._own:
                     with suppress(RuntimeError):  # closed already, or just what was meant
                         self._group.recv([nothing], place, _SEVER_TAG).wait(_SHORTEST)
 
     # --- behind it ------------------------------------------------------------------------------------------------
 
-    def _start(self, operations: Sequence[Operation], tag: int) -> list[Any]:
+    def _start(self, operations: Sequence[RowMove], tag: int) -> list[Any]:
         if self._registered:
             return dist.batch_isend_irecv(
                 [
                     dist.P2POp(
-                        dist.isend if is_send else dist.irecv, buffer, group=self._group, tag=tag, group_peer=place
+                        dist.isend if is_send else dist.irecv,
+                        buffer,
+                        group=self._group,
+                        tag=tag,
+                        group_peer=self._place[peer],
                     )
-                    for _, place, is_send, buffer in operations
+                    for peer, is_send, buffer in operations
                 ]
             )
         if self._coalesces:
             self._group._start_coalescing(self._device)
         works = [
-            self._group.send([buffer], place, tag) if is_send else self._group.recv([buffer], place, tag)
-            for _, place, is_send, buffer in operations
+            (self._group.send if is_send else self._group.recv)([buffer], self._place[peer], tag)
+            for peer, is_send, buffer in operations
         ]
         return [self._group._end_coalescing(self._device)] if self._coalesces else works
 

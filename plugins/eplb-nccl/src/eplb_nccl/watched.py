@@ -11,13 +11,14 @@ from eplb_core.backend.toolkit import (
     CancelWatch,
     Deadline,
     Lifecycle,
+    RowMove,
     cancelled_error,
     failed_error,
     first_line,
     name_ranks,
     stalled_error,
 )
-from eplb_nccl.group import DeviceGroup, Failure, Operation, Posted
+from eplb_nccl.group import DeviceGroup, Failure, Posted
 from eplb_nccl.hooks import NAME
 from eplb_nccl.transfer import LayerTransfer
 
@@ -48,7 +49,7 @@ class WatchedGroup:
         return nullcontext() if self._context.stream is None else self._context.stream
 
     def post(
-        self, batches: Iterable[Sequence[Operation]], tag: int, deadline: Deadline, posted: list[Posted]
+        self, batches: Iterable[Sequence[RowMove]], tag: int, deadline: Deadline, posted: list[Posted]
     ) -> Failure | None:
         """Post batches in their order and note what is in flight, also of a batch that fails half-way."""
         try:

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from eplb_nixl.descriptors import IndexArray, expand
+from eplb_nixl.forks import leave_to_parent_after_fork
+from eplb_nixl.guard import make_immortal
 from eplb_nixl.library import Library, NixlError
-from eplb_nixl.wire import AddressArray
+from eplb_nixl.metadata import AddressArray
+from eplb_nixl.signals import unchanged_signals
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,14 @@ class Agent:
         self._reads: set[Any] = set()
         self._peers: list[str] = []
         self._agent: Any = None
+        self.is_inherited = False
+        """Is this a copy in a forked child? The parent's agent is not the child's to use, or to end."""
         try:
-            self._agent = self._create(backends, num_threads, progress_thread, transport)
+            with unchanged_signals():  # UCX is loaded with the first one
+                self._agent = self._create(backends, num_threads, progress_thread, transport)
         except library.errors as error:
             raise self._refusal(f"create an agent with backends {', '.join(backends)}", error) from error
+        leave_to_parent_after_fork(self)
 
     @property
     def is_open(self) -> bool:
@@ -180,8 +187,19 @@ class Agent:
         notifications: dict[str, list[bytes]] = self._call("make progress", "get_new_notifs")
         return notifications
 
+    def leave_to_parent(self) -> None:
+        """Make this a copy that does nothing any more, in a child that was just forked.
+
+        Ending the agent there, as a plain exit would, closes connections that both processes share.
+        """
+        self.is_inherited = True
+        self.lock = threading.RLock()  # another thread of the parent may have held it
+        make_immortal(self)
+
     def close(self) -> None:
         """Give everything back and end the agent. Waits for no peer; what NIXL refuses on the way out is left to it."""
+        if self.is_inherited:
+            return
         with self.lock:
             agent, self._agent = self._agent, None
             if agent is None:
@@ -207,6 +225,8 @@ class Agent:
         with self.lock:
             if self._agent is None:
                 raise NixlError(f"NIXL cannot {what}: the agent is closed")
+            if self.is_inherited:
+                raise NixlError(f"NIXL cannot {what}: the agent is another process's, from which this one was forked")
             try:
                 return getattr(self._agent, method)(*arguments)
             except self.library.errors as error:

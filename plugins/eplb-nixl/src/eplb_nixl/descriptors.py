@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_core.backend import MoveColumns
-from eplb_nixl.wire import AddressArray
+from eplb_nixl.metadata import AddressArray
 
 IndexArray = npt.NDArray[np.int32]
 IntArray = npt.NDArray[np.int64]

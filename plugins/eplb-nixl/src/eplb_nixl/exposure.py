@@ -13,10 +13,10 @@ from eplb_core.backend import BackendContext, Buffers
 from eplb_core.errors import MetadataError
 from eplb_nixl.agent import Agent
 from eplb_nixl.landing import Landing
+from eplb_nixl.metadata import SourceRecord
 from eplb_nixl.outbox import Outbox
 from eplb_nixl.registration import cannot_be_exported, memory_type_of, pieces_of, register
 from eplb_nixl.warmup import WarmUp
-from eplb_nixl.wire import SourceRecord
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,6 @@ def expose(
     readable = [piece.memory for piece in pieces if piece.exported]
     record = SourceRecord(
         rank=context.rank,
-        epoch=context.epoch,
         agent_name=agent.name,
         library_version=agent.library.version,
         mode=mode,

@@ -5,18 +5,22 @@ from __future__ import annotations
 from eplb_core import API_VERSION, BackendInfo, hookimpl
 from eplb_nixl.library import INSTALL_HINT, why_not
 
+NAME = "nixl"
+LABEL = "NIXL"
+"""Leading word of the backend's errors."""
+
 
 @hookimpl
 def eplb_register_backends() -> BackendInfo:
     """Declare the ``nixl`` backend."""
     return BackendInfo(
-        name="nixl",
+        name=NAME,
         summary="one-sided NIXL reads from live weights (or from send buffers) over UCX",
         api_version=API_VERSION,
         target="eplb_nixl.backend:NixlBackend",
         options="eplb_nixl.options:NixlOptions",
         async_safe=True,
-        label="NIXL",
+        label=LABEL,
         device_types=("*",),
         elastic_safe=True,
         zero_copy=True,

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from eplb_nixl.signals import unchanged_signals
+
 INSTALL_HINT = "pip install eplb-nixl[cu12] or eplb-nixl[cu13] for NVIDIA or no GPU at all; RIXL on ROCm"
 
 _META = "nixl"
@@ -75,8 +77,9 @@ def load_library() -> Library:
     if name is None:
         raise NixlError(f"{why_not()}: {INSTALL_HINT}")
     try:
-        api = importlib.import_module(f"{name}._api")
-        bindings = importlib.import_module(f"{name}._bindings")
+        with unchanged_signals():
+            api = importlib.import_module(f"{name}._api")
+            bindings = importlib.import_module(f"{name}._bindings")
     except (ImportError, OSError, RuntimeError) as error:
         raise NixlError(f"{name} does not load: {error}: {INSTALL_HINT}") from error
     module = api.__name__.rpartition(".")[0]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from eplb_core.backend import BackendContext, MoveColumns, StagingBlock
-from eplb_nixl.wire import AddressArray
+from eplb_nixl.metadata import AddressArray
 
 _ALIGNMENT = 64
 

@@ -7,23 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from eplb_core.backend import BackendContext, PeerMetadata, TransferPlan
+from eplb_core.backend.toolkit import check_member
 from eplb_core.errors import MetadataError
 from eplb_nixl.agent import Agent
+from eplb_nixl.announcements import Announced
 from eplb_nixl.descriptors import IndexArray, RowIndex
+from eplb_nixl.hooks import LABEL
 from eplb_nixl.library import NixlError
+from eplb_nixl.metadata import SourceRecord
 from eplb_nixl.warmup import WarmUp
-from eplb_nixl.wire import SourceRecord, announced_sequence
-
-LABEL = "NIXL"
 
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """A connected peer: what it said of itself, the prepared list of its rows, the transfers it has announced."""
+    """A connected peer: what it said of itself, the prepared list of its rows, what it has announced."""
 
     record: SourceRecord
     rows: Any
-    announced: set[int]
+    announced: Announced
 
 
 def agent_name_prefix(communicator: str, rank: int) -> str:
@@ -62,6 +63,7 @@ class Sources:
         MetadataError
             EPLB-M005 when it is damaged, swapped or stale, EPLB-M004 when the peer runs another NIXL.
         """
+        check_member(peer.rank, self._context)
         try:
             record = SourceRecord.from_bytes(peer.payload)
         except ValueError as error:
@@ -107,7 +109,9 @@ class Sources:
             self._agent.remove_peer(name)
             raise _refused(peer, f"NIXL found agent {name!r} in its metadata, expected {record.agent_name!r}")
         blocks = self._index.blocks(record.bases, record.device_index)
-        self._sources[peer] = _Source(record, self._agent.prepare(name, blocks, record.memory_type), set())
+        self._sources[peer] = _Source(
+            record, self._agent.prepare(name, blocks, record.memory_type), Announced(self._context.epoch)
+        )
         self._rank_of[name] = peer
         self._warm_up.begin(peer, record)
 
@@ -118,10 +122,10 @@ class Sources:
         slot = plan.slot if source.record.mode == "staged" else 0
         return source.rows, self._index.rows(plan.layer, slot, receives.tensor[share], receives.peer_row[share])
 
-    def readiness(self, peer: int, sequence: int) -> Callable[[], bool] | None:
-        """Return what says whether a staged peer has announced a transfer; None for a zero-copy peer."""
+    def readiness(self, peer: int, plan: TransferPlan) -> Callable[[], bool] | None:
+        """Return what says whether a staged peer has announced a plan's rows; None for a zero-copy peer."""
         source = self._source(peer)
-        return None if source.record.mode == "zero_copy" else lambda: sequence in source.announced
+        return None if source.record.mode == "zero_copy" else lambda: source.announced.has(plan)
 
     def notify(self, peer: int, message: bytes) -> None:
         """Send a peer a notification."""
@@ -133,18 +137,13 @@ class Sources:
             peer = self._rank_of.get(name)
             if peer is None:
                 continue
-            announced = self._sources[peer].announced
             for message in messages:
-                sequence = announced_sequence(message, self._context.epoch)
-                if sequence is not None:
-                    # Older ones belong to transfers that were given up; slots bound how far apart the others can be.
-                    announced -= {each for each in announced if each + self._context.staging_layers < sequence}
-                    announced.add(sequence)
+                self._sources[peer].announced.take(message)
 
-    def forget(self, sequence: int) -> None:
+    def forget(self, plan: TransferPlan) -> None:
         """Forget the announcements of a transfer that is over."""
         for source in self._sources.values():
-            source.announced.discard(sequence)
+            source.announced.forget(plan)
 
     def _source(self, peer: int) -> _Source:
         source = self._sources.get(peer)

@@ -12,8 +12,8 @@ import torch
 from eplb_nixl.agent import Agent
 from eplb_nixl.descriptors import IndexArray, blocks_of
 from eplb_nixl.library import NixlError
+from eplb_nixl.metadata import SourceRecord
 from eplb_nixl.registration import device_index_of, memory_type_of
-from eplb_nixl.wire import SourceRecord
 
 NBYTES = 64
 

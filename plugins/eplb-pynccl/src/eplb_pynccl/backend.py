@@ -17,17 +17,17 @@ from eplb_core.backend import (
     TransferPlan,
     TransferReceipt,
 )
-from eplb_core.backend.toolkit import Lifecycle, Wait, cancelled_error, check_member, failed_error
+from eplb_core.backend.toolkit import Lifecycle, Wait, cancelled_error, check_member, failed_error, row_batches
 from eplb_core.errors import TransferError, error_for
 from eplb_pynccl.binding import Binding, NcclError, load_binding, spell
-from eplb_pynccl.connect import WHERE, greet, join
-from eplb_pynccl.connection import Connection, silent_in
+from eplb_pynccl.connect import WHERE, join, meet
+from eplb_pynccl.connection import Batch, Connection, silent_in
 from eplb_pynccl.driver import driver_facts
 from eplb_pynccl.hooks import NAME
 from eplb_pynccl.metadata import NONCE_NBYTES, member_of, pack, publish
 from eplb_pynccl.options import PyNcclOptions
 from eplb_pynccl.streams import CudaStream, OperationStream
-from eplb_pynccl.transfer import LayerTransfer, batches_of, own
+from eplb_pynccl.transfer import LayerTransfer
 
 
 class PyNcclBackend:
@@ -48,7 +48,6 @@ class PyNcclBackend:
 
     def __init__(self, options: PyNcclOptions, context: BackendContext) -> None:
         self._context = context
-        self._place = {rank: place for place, rank in enumerate(context.members)}
         self._nonce = os.urandom(NONCE_NBYTES)
         try:
             self._binding: Binding = load_binding(options)
@@ -122,7 +121,7 @@ class PyNcclBackend:
                     if self._unique_id is not None:
                         publish(context.store, local.payload)  # for members that exchange nothing with this one
                     self._connection = join(self._binding, stream, context, self._unique_id, members, wait)
-                greet(self._connection, stream, context, self._nonce, members, wait)
+                meet(self._connection, stream, context, self._nonce, members, wait)
             except NcclError as error:
                 raise self._failed(error, WHERE) from error
             except TransferError as ended:
@@ -136,11 +135,11 @@ class PyNcclBackend:
         """Queue every batch and launch what NCCL takes at once; see `eplb_core.hookspecs.BackendSpec.transfer`."""
         self._life.starting(plan.slot)
         buffers, connection = self._buffers, self._connection
-        handle = LayerTransfer.of(plan)
+        handle = LayerTransfer(plan)
         if buffers is None or connection is None or not len(plan.receives) + len(plan.sends):
             handle.complete()
             return handle
-        handle.batches = batches_of(plan, buffers, self._context, self._place)
+        handle.batches = [Batch(batch) for batch in row_batches(plan, buffers, self._context, NAME)]
         self._life.begin(handle)
         connection.enqueue(handle.batches)
         self.progress()
@@ -149,7 +148,7 @@ class PyNcclBackend:
     @hookimpl
     def wait(self, handle: object, timeout_s: float) -> TransferReceipt:
         """Wait for receives and sends; see `eplb_core.hookspecs.BackendSpec.wait`."""
-        transfer = own(handle)
+        transfer = LayerTransfer.own(handle, NAME)
         if transfer.receipt is not None:
             return transfer.receipt
         self._life.waiting(transfer)
@@ -167,6 +166,7 @@ class PyNcclBackend:
             self._sever(where, str(ended))
             raise
         self._life.end(transfer)
+        transfer.batches = []
         return transfer.complete()
 
     def progress(self) -> None:
@@ -195,13 +195,14 @@ class PyNcclBackend:
             True when everything was complete already. Otherwise the communicator is aborted, which the peers see as an
             error, and nothing goes over it any more.
         """
-        transfer = own(handle)
+        transfer = LayerTransfer.own(handle, NAME)
         if transfer.receipt is not None:
             return True
         self.progress()
         drained = all(batch.done for batch in transfer.batches)
         if drained:
             transfer.complete()
+            transfer.batches = []
         else:
             self._sever(f"layer {transfer.layer}, phase abort", reason)
         self._life.end(transfer)

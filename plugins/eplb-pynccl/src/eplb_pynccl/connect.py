@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from eplb_core.backend import BackendContext
-from eplb_core.backend.toolkit import Wait, rounds_of_pairs
+from eplb_core.backend.toolkit import RowMove, Wait, greet
 from eplb_core.errors import error_for
 from eplb_pynccl.binding import Binding
-from eplb_pynccl.connection import Batch, Connection, Operation
-from eplb_pynccl.metadata import NONCE_NBYTES, Member, await_unique_id, withdraw
+from eplb_pynccl.connection import Batch, Connection
+from eplb_pynccl.metadata import Member, await_unique_id, withdraw
 from eplb_pynccl.streams import OperationStream
 
 WHERE = "phase connect"
@@ -62,7 +60,7 @@ def join(
     return connection
 
 
-def greet(
+def meet(
     connection: Connection,
     stream: OperationStream,
     context: BackendContext,
@@ -81,21 +79,11 @@ def greet(
     MetadataError
         EPLB-M005: another process is behind a peer's rank of the communicator.
     """
-    place = {rank: number for number, rank in enumerate(context.members)}
-    with stream.copy_order():
-        mine = torch.frombuffer(bytearray(own_nonce), dtype=torch.uint8).to(context.device)
-        heard = {rank: torch.zeros_like(mine) for rank in members}
-    batches = []
-    rounds = rounds_of_pairs(
-        context.members, context.rank, members, peers_per_round=max(1, context.max_ops_per_batch // 2)
-    )
-    for ranks in rounds:
-        receives = [Operation(rank, place[rank], False, heard[rank].data_ptr(), NONCE_NBYTES) for rank in ranks]
-        sends = [Operation(rank, place[rank], True, mine.data_ptr(), NONCE_NBYTES) for rank in ranks]
-        batches.append(Batch([*receives, *sends]))
-    connection.enqueue(batches)
-    connection.finish(batches, wait)
-    for rank, member in members.items():
-        if bytes(heard[rank].cpu().numpy()) != member.nonce:
-            problem = f"rank {place[rank]} of the communicator is not the process that is rank {rank} here"
-            raise error_for("EPLB-M005", peer=rank, problem=problem)
+
+    def exchange(batches: list[list[RowMove]]) -> None:
+        queued = [Batch(batch) for batch in batches]
+        connection.enqueue(queued)
+        connection.finish(queued, wait)
+
+    nonces = {rank: member.nonce for rank, member in members.items()}
+    greet(context, own_nonce, nonces, exchange, on_stream=stream.copy_order)

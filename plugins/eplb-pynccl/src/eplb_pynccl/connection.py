@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from eplb_core.backend import BackendContext
-from eplb_core.backend.toolkit import Wait
+from eplb_core.backend.toolkit import RowMove, Wait
 from eplb_core.errors import TransferError
 from eplb_pynccl.binding import Binding, NcclError
 from eplb_pynccl.hooks import NAME
@@ -21,23 +21,11 @@ _ABORT_LIMIT_S = 0.8
 _FINALIZE_LIMIT_S = 5.0
 
 
-class Operation(NamedTuple):
-    """One row to send or to receive."""
-
-    peer: int
-    """Rank of the other end."""
-    place: int
-    """Its rank within the communicator."""
-    is_send: bool
-    address: int
-    nbytes: int
-
-
 @dataclass(eq=False)
 class Batch:
     """Operations that start together, and how far they are."""
 
-    operations: Sequence[Operation]
+    operations: Sequence[RowMove]
     mark: Any = None
     """On the stream, after them; None until NCCL has launched them."""
     done: bool = False
@@ -110,6 +98,7 @@ class Connection:
         self._binding = binding
         self._stream = stream
         self._context = context
+        self._place = {member: place for place, member in enumerate(context.members)}
         self._waiting: deque[Batch] = deque()
         self._launched: deque[Batch] = deque()
         self._launching: Batch | None = None
@@ -217,8 +206,7 @@ class Connection:
     # --- behind it ------------------------------------------------------------------------------------------------
 
     def _init(self, unique_id: bytes, expected: Sequence[int], wait: Wait) -> Any:
-        members = self._context.members
-        size, own = len(members), members.index(self._context.rank)
+        size, own = len(self._place), self._place[self._context.rank]
         if not self._binding.nonblocking:
             return self._init_blocking(lambda: self._binding.init(size, unique_id, own), expected, wait)
         handle = self._binding.init(size, unique_id, own)
@@ -246,9 +234,9 @@ class Connection:
         """Hand one group to NCCL, and close it whatever happens: an open one swallows this thread's next calls."""
         self._binding.group_start()
         try:
-            for _, place, is_send, address, nbytes in batch.operations:
+            for peer, is_send, buffer in batch.operations:
                 operate = self._binding.send if is_send else self._binding.receive
-                operate(self._handle, address, nbytes, place, self._stream.pointer)
+                operate(self._handle, buffer.data_ptr(), buffer.numel(), self._place[peer], self._stream.pointer)
         except BaseException:
             with suppress(NcclError):
                 self._binding.group_end()

@@ -1,4 +1,4 @@
-"""The payload and the announcements: what is written is what is read, and nothing else is believed."""
+"""The payload: what is written is what is read, and nothing else is believed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eplb_nixl.wire import SourceRecord, announced_sequence, announcement
+from eplb_nixl.metadata import SourceRecord
 
 RECORD = SourceRecord(
     rank=3,
-    epoch=7,
     agent_name="eplb-default-3-7-0123456789abcdef",
     library_version="1.5.1",
     mode="zero_copy",
@@ -34,7 +33,6 @@ def same(first: SourceRecord, second: SourceRecord) -> bool:
 
 @given(
     rank=st.integers(0, 2**32 - 1),
-    epoch=st.integers(0, 2**64 - 1),
     name=st.text(max_size=80).filter(lambda text: "\ud800" not in ascii(text)),
     mode=st.sampled_from(["zero_copy", "staged"]),
     memory=st.sampled_from(["DRAM", "VRAM"]),
@@ -42,13 +40,13 @@ def same(first: SourceRecord, second: SourceRecord) -> bool:
     metadata=st.binary(max_size=300),
     address=st.integers(0, 2**64 - 1),
 )
-def test_every_record_comes_back_as_it_was(rank, epoch, name, mode, memory, shape, metadata, address):
+def test_every_record_comes_back_as_it_was(rank, name, mode, memory, shape, metadata, address):
     try:
         name.encode()
     except UnicodeEncodeError:
         return
     bases = np.full(shape, address, np.uint64)
-    record = SourceRecord(rank, epoch, name, "1", mode, memory, 1, bases, address, metadata)
+    record = SourceRecord(rank, name, "1", mode, memory, 1, bases, address, metadata)
     assert same(SourceRecord.from_bytes(record.to_bytes()), record)
 
 
@@ -80,8 +78,8 @@ def test_arbitrary_bytes_are_refused(payload):
         (4, b"\x02\x00", "format 2"),
         (6, b"\x09", "does not exist"),
         (7, b"\x02", "does not exist"),
-        (24, b"\xff\xff\xff\xff", "header promises"),
-        (28, b"\x00\x00\x00\x00", "header promises"),
+        (16, b"\xff\xff\xff\xff", "header promises"),
+        (20, b"\x00\x00\x00\x00", "header promises"),
     ],
 )
 def test_a_field_out_of_its_bounds_is_refused_even_with_the_right_checksum(offset, value, problem):
@@ -107,10 +105,3 @@ def test_base_addresses_of_61_layers_of_6_tensors_take_under_three_KiB_and_no_ti
         SourceRecord.from_bytes(payload)
     assert time.perf_counter() - start < 1.0
     assert len(payload) - len(record.agent_metadata) < 3072
-
-
-def test_an_announcement_is_of_its_epoch_alone():
-    assert announced_sequence(announcement(4, 2**40), 4) == 2**40
-    assert announced_sequence(announcement(4, 2**40), 5) is None
-    assert announced_sequence(b"", 4) is None
-    assert announced_sequence(b"NIXL" + announcement(4, 1)[4:], 4) is None

@@ -18,9 +18,9 @@ FORMAT = 1
 _MODES: tuple[Literal["zero_copy", "staged"], ...] = ("zero_copy", "staged")
 _MEMORY = ("DRAM", "VRAM")
 
-# magic, format, mode, memory type, rank, epoch, device, slots, tensors, warm-up address, lengths of agent name,
+# magic, format, mode, memory type, rank, device, slots, tensors, warm-up address, lengths of agent name,
 # NIXL version and agent metadata.
-_HEADER = struct.Struct("<4sHBBIQIIIQHHI")
+_HEADER = struct.Struct("<4sHBBIIIIQHHI")
 _CHECKSUM = struct.Struct("<I")
 
 
@@ -30,10 +30,10 @@ class SourceRecord:
 
     Parameters
     ----------
-    rank, epoch : int
-        Whose, and of which epoch.
+    rank : int
+        Whose.
     agent_name : str
-        The name under which NIXL knows it.
+        The name under which NIXL knows it; a random part of it is of this life alone.
     library_version : str
         NIXL's; its metadata is read by the same version only.
     mode : {"zero_copy", "staged"}
@@ -52,7 +52,6 @@ class SourceRecord:
     """
 
     rank: int
-    epoch: int
     agent_name: str
     library_version: str
     mode: Literal["zero_copy", "staged"]
@@ -72,7 +71,6 @@ class SourceRecord:
             _MODES.index(self.mode),
             _MEMORY.index(self.memory_type),
             self.rank,
-            self.epoch,
             self.device_index,
             num_slots,
             num_tensors,
@@ -107,7 +105,7 @@ class SourceRecord:
         if len(payload) < _HEADER.size + _CHECKSUM.size:
             raise ValueError(f"its NIXL metadata has {len(payload)} bytes, too few")
         fields = _HEADER.unpack_from(payload)
-        magic, form, mode, memory, rank, epoch, device, num_slots, num_tensors, warm_address, *lengths = fields
+        magic, form, mode, memory, rank, device, num_slots, num_tensors, warm_address, *lengths = fields
         if magic != MAGIC:
             raise ValueError("its NIXL metadata does not start as such metadata does")
         if form != FORMAT:
@@ -129,7 +127,6 @@ class SourceRecord:
             raise ValueError("the agent name in its NIXL metadata is no text") from None
         return cls(
             rank=rank,
-            epoch=epoch,
             agent_name=agent_name,
             library_version=library_version,
             mode=_MODES[mode],
@@ -139,20 +136,3 @@ class SourceRecord:
             warm_address=warm_address,
             agent_metadata=metadata,
         )
-
-
-_ANNOUNCEMENT = struct.Struct("<4sQQ")
-_ANNOUNCED = b"EPRD"
-
-
-def announcement(epoch: int, sequence: int) -> bytes:
-    """Return the notification by which a staged source says that its rows of a transfer can be read."""
-    return _ANNOUNCEMENT.pack(_ANNOUNCED, epoch, sequence)
-
-
-def announced_sequence(message: bytes, epoch: int) -> int | None:
-    """Return the sequence number that a notification announces; None when it is none of this epoch."""
-    if len(message) != _ANNOUNCEMENT.size:
-        return None
-    magic, of_epoch, sequence = _ANNOUNCEMENT.unpack(message)
-    return int(sequence) if magic == _ANNOUNCED and of_epoch == epoch else None

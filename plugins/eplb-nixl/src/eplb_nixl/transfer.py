@@ -8,14 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from eplb_core.backend import Cancelled, TransferPlan
+from eplb_core.backend import Cancelled, toolkit
+from eplb_core.errors import TransferError
 from eplb_nixl.agent import Agent
+from eplb_nixl.announcements import MisannouncedError
+from eplb_nixl.hooks import LABEL
 from eplb_nixl.library import NixlError
 
 UNPOSTED = "UNPOSTED"
 PROCEEDING = "PROC"
 DONE = "DONE"
 FAILED = "ERR"
+REFUSED = "REFUSED"
+"""Ours: never posted, because its source means other rows by it."""
 
 
 @dataclass(eq=False)
@@ -33,9 +38,9 @@ class Read:
     ready : callable or None
         Has the source announced that it can be read? None for a zero-copy source, which always can.
     state : str
-        `UNPOSTED`, then NIXL's.
+        `UNPOSTED`, then NIXL's, or `REFUSED`.
     words : str
-        NIXL's own, of a failure.
+        Of a failure, NIXL's own as a rule.
     """
 
     peer: int
@@ -47,7 +52,7 @@ class Read:
 
 
 @dataclass(eq=False)
-class Transfer:
+class LayerTransfer(toolkit.LayerTransfer):
     """The handle of one `transfer`.
 
     Parameters
@@ -66,8 +71,7 @@ class Transfer:
         None while READs may be in flight; then whether all of them are known to be over.
     """
 
-    plan: TransferPlan
-    reads: list[Read]
+    reads: list[Read] = field(default_factory=list)
     announce_to: list[int] = field(default_factory=list)
     filled: object | None = None
     unannounced: str = ""
@@ -85,7 +89,7 @@ class Transfer:
 
     @property
     def failed(self) -> Read | None:
-        """A READ that ended in another state than DONE, if any."""
+        """A READ that ended in another state than DONE, or may not be posted, if any."""
         return next((read for read in self.reads if read.state not in {UNPOSTED, PROCEEDING, DONE}), None)
 
     @property
@@ -99,29 +103,29 @@ class Transfer:
         return ", ".join(f"({self.plan.layer}, {tensor})" for tensor in tensors)
 
 
-def named(ranks: list[int]) -> str:
-    """Return "rank 3" or "ranks 1, 3"."""
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def post_ready(agent: Agent, transfer: Transfer, cancelled: Callable[[], Cancelled | None]) -> None:
+def post_ready(agent: Agent, transfer: LayerTransfer, cancelled: Callable[[], Cancelled | None]) -> None:
     """Post every READ whose source can be read; a failure is kept in its `Read`.
 
     Over shared memory a post copies before it returns, so cancellation is looked at before each.
     """
     for read in transfer.reads:
-        if read.state == UNPOSTED and (read.ready is None or read.ready()) and cancelled() is None:
+        try:
+            is_ready = read.state == UNPOSTED and (read.ready is None or read.ready())
+        except MisannouncedError as error:
+            read.state, read.words = REFUSED, str(error)
+            continue
+        if is_ready and cancelled() is None:
             _observe(read, agent.post)
 
 
-def poll(agent: Agent, transfer: Transfer) -> None:
+def poll(agent: Agent, transfer: LayerTransfer) -> None:
     """Look at every READ in flight; a failure is kept in its `Read`."""
     for read in transfer.reads:
         if read.state == PROCEEDING:
             _observe(read, agent.state)
 
 
-def give_back(agent: Agent, transfer: Transfer) -> None:
+def give_back(agent: Agent, transfer: LayerTransfer) -> None:
     """Release every request that is over, and settle whether all that was posted is known to be.
 
     A request that failed is over but does not count as drained: NIXL reports the first error, while other parts of it
@@ -130,7 +134,7 @@ def give_back(agent: Agent, transfer: Transfer) -> None:
     """
     if transfer.drained is not None:
         return
-    transfer.drained = all(read.state in {UNPOSTED, DONE} for read in transfer.reads)
+    transfer.drained = all(read.state in {UNPOSTED, REFUSED, DONE} for read in transfer.reads)
     for read in transfer.reads:
         if read.state == PROCEEDING:
             continue
@@ -140,6 +144,24 @@ def give_back(agent: Agent, transfer: Transfer) -> None:
         except NixlError as error:
             transfer.drained = False
             read.words = read.words or str(error)
+
+
+def raise_failure(transfer: LayerTransfer, rank: int) -> None:
+    """Raise what a transfer failed of on this rank, if it did.
+
+    Raises
+    ------
+    TransferError
+        EPLB-T001.
+    """
+    read, layer = transfer.failed, transfer.plan.layer
+    if read is not None:
+        what = f"reading layer {layer} from rank {read.peer}, keys {transfer.keys(read)}, on rank {rank}"
+        detail = f"{what}: {read.words or 'NIXL gives no text'}"
+        raise TransferError("EPLB-T001", label=LABEL, state=read.state, detail=detail)
+    if transfer.unannounced:
+        what = f"telling rank {transfer.announce_to[-1]} that layer {layer} can be read"
+        raise TransferError("EPLB-T001", label=LABEL, state=FAILED, detail=f"{what}: {transfer.unannounced}")
 
 
 def _observe(read: Read, act: Callable[[Any], str]) -> None:
