@@ -46,7 +46,7 @@ class LoadBalancerStatus:
     num_failures : int
         Since the start.
     failures_in_a_row : int
-        After two the fallback is taken, where one is configured.
+        Of transfers; after two the fallback is taken, where one is configured.
     num_engine_waits : int
         Times that `step` had to wait at a promise.
     num_engine_settled : int
@@ -112,9 +112,9 @@ class Progress:
         self.longest_engine_wait_s = max(self.longest_engine_wait_s, seconds)
 
     def failed(self, error: EplbError) -> None:
-        """A rearrangement failed."""
+        """A rearrangement failed; one that never came to the backend says nothing of it."""
         self.num_failures += 1
-        self.failures_in_a_row += 1
+        self.failures_in_a_row += error.code.startswith("EPLB-T")
         self.last_failure = error
 
     def succeeded(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from eplb_core.balancing.patience import Patience
-from eplb_core.balancing.recovery import Told, rebuild, why_not_alone
+from eplb_core.balancing.recovery import Told, fails_over, rebuild, why_not_alone
 from eplb_core.control.store import StoreGone
 from eplb_core.errors import EplbError, error_for
 
@@ -124,7 +124,7 @@ class Rearranger:
             self._handover.failure = error
             return usable
         logger.error("%s: a rearrangement failed, the placement that holds is kept: %s", communicator.name, error)
-        return usable or self._mended(error)
+        return (usable and not fails_over(core, self._progress.failures_in_a_row)) or self._mended(error)
 
     def _mended(self, error: EplbError) -> bool:
         """Meet the members anew, where they can do that by themselves."""

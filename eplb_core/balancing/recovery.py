@@ -48,6 +48,11 @@ def why_not_alone(core: CoreAccess, error: EplbError) -> str | None:
     return None
 
 
+def fails_over(core: CoreAccess, failures: int) -> bool:
+    """Is it time to take the fallback backend? The same answer on all ranks, which count the same failures."""
+    return failures >= FAILURES_BEFORE_FALLBACK and core.config.fallback not in (None, core.communicator.backend)
+
+
 def tell_each_other(core: CoreAccess, mine: Told, stopping: Callable[[], bool]) -> Told:
     """Post what this rank knows and read what the others do; return the most of each.
 
@@ -94,23 +99,22 @@ def rebuild(core: CoreAccess, mine: Told, stopping: Callable[[], bool]) -> Told:
     EplbError
         The members cannot mend this by themselves, or this rank stops.
     """
-    communicator, fallback = core.communicator, core.config.fallback
+    communicator = core.communicator
     while True:
         try:
             told = tell_each_other(core, mine, stopping)
         except (StoreGone, EplbError) as gone:
             logger.warning("%s: the ranks could not talk before they rebuild: %s", communicator.name, gone)
             told = mine
-        before = communicator.backend
-        if told.failures >= FAILURES_BEFORE_FALLBACK and fallback not in (None, before):
+        if fails_over(core, told.failures):
             logger.warning(
                 "%s: FAILOVER from %s to %s after %d failures in a row; serving goes on.",
                 communicator.name,
-                before,
-                fallback,
+                communicator.backend,
+                core.config.fallback,
                 told.failures,
             )
-            core.take_backend(fallback)
+            core.take_backend(str(core.config.fallback))
         try:
             communicator.rebuild(core.timeout_s)
         except EplbError as error:

@@ -61,16 +61,27 @@ class Serving:
     """
 
     def __init__(
-        self, rank, *, layers=4, nbytes=(64, 3000), observers=(), longest_s=0.004, meets=True, on_commit=None, **config
+        self,
+        rank,
+        *,
+        layers=4,
+        experts=NUM_EXPERTS,
+        nbytes=(64, 3000),
+        observers=(),
+        longest_s=0.004,
+        meets=True,
+        on_commit=None,
+        **config,
     ):
         slots = rank.world_size * NUM_ROWS
         self.rank = rank
+        self.experts = experts
         self.longest_s = longest_s
-        self.map = np.tile(np.arange(slots) % NUM_EXPERTS, (layers, 1))
+        self.map = np.tile(np.arange(slots) % experts, (layers, 1))
         fields = {
             "step_interval": 20,
             "window_size": 10,
-            "num_redundant_experts": slots - NUM_EXPERTS,
+            "num_redundant_experts": slots - experts,
             "timeout_s": 20,
         }
         self.config = eplb.EPLBConfig(**(fields | config))
@@ -82,12 +93,12 @@ class Serving:
         self.step_s = []
         self.number = 0
         self.comm = eplb.Communicator(self.config, self.model.weights, rank.control(), observers=observers)
-        self.lb = LoadBalancer(self.config, self.comm, self.map, NUM_EXPERTS, on_commit=on_commit)
+        self.lb = LoadBalancer(self.config, self.comm, self.map, experts, on_commit=on_commit)
 
     def forward(self):
         """One forward pass: some experts are hot, and others after a while."""
         self.number += 1
-        hot = np.random.default_rng(self.number // 20).integers(0, NUM_EXPERTS, 2)
+        hot = np.random.default_rng(self.number // 20).integers(0, self.experts, 2)
         for layer, row in enumerate(self.map):
             self.lb.record(layer, np.where(np.isin(row, hot), 100, 5))
         time.sleep(np.random.default_rng([self.rank.rank, self.number]).random() * self.longest_s)
