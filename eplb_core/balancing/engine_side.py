@@ -155,9 +155,12 @@ class EngineSide:
         under_way = self._handover.under_way
         if under_way is None:
             raise error_for("EPLB-P004", problem=f"layer {layer} is due, and no rearrangement is under way")
-        under_way.rearrangement.commit(layer)
-        self._book.committed(layer)
         row = under_way.new_map[layer]
+        if self._core.is_accepted(under_way.rearrangement, layer):
+            under_way.rearrangement.commit(layer)
+        else:  # a rebuild of the host's committed it, as it does all that is decided
+            row = self._core.communicator.report.physical_to_logical_map[layer]
+        self._book.committed(layer)
         self._tell_host(layer, self._handover.set_row(layer, row), row)
 
     def _tell_host(self, layer: int, before: IntArray, row: IntArray) -> None:
