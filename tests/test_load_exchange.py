@@ -34,12 +34,18 @@ class Group:
         members = Members(client, scope, members=self.ranks, namespace="epoch", timeout_s=10.0)
         return LoadExchange(client, members, **self.shape)
 
-    def run(self, of_rank, place, pause=lambda what, missing: None, ranks=None):
+    def run(self, of_rank, place, pause=lambda what, missing: None, ranks=None, versions=()):
         """Run a round on all ranks; return each one's outcome, errors included."""
 
         def outcome(rank):
             try:
-                return self.exchanges[rank].run(100 + rank, of_rank(rank), lambda load: place(rank, load), pause)
+                return self.exchanges[rank].run(
+                    100 + rank,
+                    versions[rank] if versions else 0,
+                    of_rank(rank),
+                    lambda load: place(rank, load),
+                    pause,
+                )
             except Exception as error:
                 return error
 
@@ -104,6 +110,18 @@ def test_a_load_that_one_rank_refuses_is_refused_by_all_with_its_reason(members)
     assert {(str(found.refusal), found.placement) for found in rounds} == {(str(bad), None)}
     again = group.run(lambda rank: np.ones((2, 3)), placing([]))
     assert {found.step for found in again} == {100}
+
+
+@pytest.mark.parametrize("size", [3, 70])
+def test_ranks_whose_maps_are_not_all_replaced_yet_call_it_off_and_meet_again(size):
+    group = Group(range(size))
+    versions = [1] * size
+    versions[size - 2] = 0
+    rounds = group.run(lambda rank: np.ones((2, 3)), placing([]), versions=versions)
+    assert {found.refusal.code for found in rounds} == {"EPLB-T021"}
+    rounds = group.run(lambda rank: np.ones((2, 3)), placing([]), versions=[1] * size)
+    assert {found.step for found in rounds} == {100}
+    assert {found.refusal for found in rounds} == {None}
 
 
 def test_what_the_policy_refuses_is_refused_by_all():

@@ -208,7 +208,7 @@ class BackgroundRearrangement:
         while not self._handover.await_commits() and not self._handover.stopping:
             if self._core.watch.cancelled() is not None:
                 return  # a member is gone: the rebuild commits them
-        if not self._book.due:
+        if not (self._book.due or self._book.promised):  # whose engine would have nothing to settle it by
             self._forget()
 
     def _engine_client(self) -> StoreClient:

@@ -73,6 +73,7 @@ class EngineSide:
         self._moved: list[int] = []
         self._due: list[int] = []
         self._said_stalled = False
+        self._settled: tuple[object, float] | None = None  # what the worker was at, and when the engine settled
         self.worker: Worker | None = None
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -111,6 +112,7 @@ class EngineSide:
     def _settle(self, layer: Any, operation: Operation) -> Outcome:
         """Put an abort with this thread's own connection, and return what stands."""
         self._progress.num_engine_settled += 1
+        self._settled = (self._progress.at, time.monotonic())
         under_way = self._handover.under_way
         where = f"layer {layer}, the engine at its promise"
         error = error_for("EPLB-T002", seconds=self._core.timeout_s, where=where, waiting_for="a decision")
@@ -129,6 +131,7 @@ class EngineSide:
             while not self._core.is_accepted(under_way.rearrangement, layer):
                 if self.worker is None or not self.worker.alive or time.monotonic() > until_s:
                     self._core.accept(under_way.rearrangement, layer)
+                    break
                 time.sleep(1e-3)
         return stands
 
@@ -222,11 +225,14 @@ class EngineSide:
             raise failure
 
     def _stalled(self) -> EplbError | None:
-        phase, layer, since_s = self._progress.at
+        at = phase, layer, since_s = self._progress.at
         if self.worker is None or self._said_stalled or phase not in _BOUNDED_PHASES:
             return None
-        for_s = time.monotonic() - since_s
-        if for_s <= _WAITS_IN_A_PHASE * self._core.timeout_s + _STALLED_GRACE_S:
+        now_s = time.monotonic()
+        for_s, limit_s = now_s - since_s, _WAITS_IN_A_PHASE * self._core.timeout_s + _STALLED_GRACE_S
+        if self._settled is not None and self._settled[0] == at:  # what it waits for stands: it should have seen it
+            limit_s = self._settled[1] - since_s + _WORKER_NOTES_WITHIN_S
+        if for_s <= limit_s:
             return None
         self._said_stalled = True
         where = phase if layer is None else f"{phase} of layer {layer}"
@@ -234,16 +240,13 @@ class EngineSide:
 
     # --- calling off --------------------------------------------------------------------------------------------------
 
-    def drop(self, reloaded: IntArray | None) -> tuple[int, ...]:
-        """Give up every layer whose step has not come, and what follows; return those that were decided."""
-        dropped = self._book.drop()
+    def drop(self, reloaded: IntArray | None) -> None:
+        """Give up every layer whose step has not come, and what follows."""
         under_way = self._handover.under_way
-        for layer in dropped:
+        for layer in self._book.drop():
             if under_way is not None:
                 under_way.rearrangement.discard(layer)
-        self._handover.call_off("the host invalidates it", reloaded=reloaded)
+        self._handover.call_off("the host is about to rewrite weights", reloaded=reloaded)
         if reloaded is not None:
-            self._handover.set_map(reloaded)
             for layer, row in enumerate(reloaded):
                 self._window.placed(layer, row)
-        return tuple(dropped)

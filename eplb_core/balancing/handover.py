@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from eplb_core.rearrange.rearrangement import Rearrangement
 
 
+CLOSING = "a rank closes its LoadBalancer"
+
+
 @dataclass(eq=False)
 class UnderWay:
     """A rearrangement in the background.
@@ -61,6 +64,8 @@ class Handover:
         self.stopping = False
         self.failure: EplbError | None = None
         """To be raised in the next step."""
+        self.version = 0
+        """How often the host replaced the map."""
         self.reloaded: IntArray | None = None
         """What the host says that it loaded, until the communicator knows."""
 
@@ -86,9 +91,12 @@ class Handover:
 
     def map(self) -> IntArray:
         """Return a copy of what holds."""
+        return self.versioned_map()[1]
+
+    def versioned_map(self) -> tuple[int, IntArray]:
+        """Return a copy of what holds, and how often the host replaced it."""
         with self._book.changed:
-            held: IntArray = self._map.copy()
-            return held
+            return self.version, self._map.copy()
 
     def take_failure(self) -> EplbError | None:
         """Return, once, what is to be raised."""
@@ -101,7 +109,8 @@ class Handover:
             self.called_off = error_for("EPLB-T021", reason=reason)
             self.stopping = self.stopping or stopping
             if reloaded is not None:
-                self.reloaded = reloaded
+                self.reloaded, self._map = reloaded, reloaded.copy()
+                self.version += 1
             self._book.changed.notify_all()
 
     # --- the worker's side --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from eplb_core.arrays import IntArray
 from eplb_core.balancing.background import BackgroundRearrangement
 from eplb_core.balancing.core_access import CoreAccess
 from eplb_core.balancing.engine_side import EngineSide
-from eplb_core.balancing.handover import Handover
+from eplb_core.balancing.handover import CLOSING, Handover
 from eplb_core.balancing.load_window import LoadWindow
 from eplb_core.balancing.placing import Placing
 from eplb_core.balancing.policy import check_slots, load_policy
@@ -224,7 +224,7 @@ class LoadBalancer:
 
     # --- what the host does otherwise ---------------------------------------------------------------------------------
 
-    def invalidate(self, physical_to_logical_map: npt.ArrayLike | None = None) -> tuple[int, ...]:
+    def invalidate(self, physical_to_logical_map: npt.ArrayLike | None = None) -> None:
         """Call off what is under way, on every rank after the same step: the host is about to rewrite weights.
 
         Every layer whose step has not come stays as it is, on every rank the same ones.
@@ -233,21 +233,15 @@ class LoadBalancer:
         ----------
         physical_to_logical_map : array-like of int, [num_moe_layers, num_physical_experts], or None
             What the slots hold when the weights are rewritten; None leaves the map as it is.
-
-        Returns
-        -------
-        tuple of int
-            Layers that were decided and are not committed now.
         """
         self._check_open()
         reloaded = None
         if physical_to_logical_map is not None:
             reloaded = _checked_map(self._core, physical_to_logical_map)
-        dropped = self._engine.drop(reloaded)
+        self._engine.drop(reloaded)
         if reloaded is not None and self._worker is None:
             self._core.communicator.reloaded(reloaded)
             self._handover.reloaded = None
-        return dropped
 
     def adopt(self, communicator: Communicator, physical_to_logical_map: npt.ArrayLike) -> None:
         """Go on with another communicator, or with the same after the host rebuilt it; collective, counts from 0.
@@ -268,7 +262,7 @@ class LoadBalancer:
         _check_arguments(self.config, communicator, self._on_commit, self._num_expert_groups)
         core = CoreAccess(communicator, self.config)
         placement = _checked_map(core, physical_to_logical_map)
-        self._stop("it takes another communicator")
+        self._stop()
         self._begin(core, placement)
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -285,10 +279,10 @@ class LoadBalancer:
         """
         if not self._closed:
             self._closed = True
-            self._stop("a rank closes its LoadBalancer")
+            self._stop()
 
-    def _stop(self, reason: str) -> None:
-        self._handover.call_off(reason, stopping=True)
+    def _stop(self) -> None:
+        self._handover.call_off(CLOSING, stopping=True)
         if self._worker is not None and not self._worker.join(self._core.timeout_s + _CLOSE_GRACE_S):
             phase, layer, since_s = self._progress.at
             where = phase if layer is None else f"{phase}, layer {layer}"

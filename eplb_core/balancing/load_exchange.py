@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 from eplb_core.arrays import IntArray
 from eplb_core.balancing.arguments import FloatArray
 from eplb_core.balancing.policy import NewPlacement
-from eplb_core.errors import EplbError, MetadataError
+from eplb_core.errors import EplbError, MetadataError, error_for
 from eplb_core.wire.ballots import decode_error, encode_error
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ ONE_LEVEL = 64
 
 _LONGEST_PAUSE_S = 20e-3
 _TEXT_NBYTES = 64 << 10
+_HEAD = struct.Struct("<q")  # version
 _COUNTS, _TOKENS, _ERROR = b"I", b"d", b"E"
 
 Pause = Callable[[str, Callable[[], list[int]]], None]
@@ -79,11 +81,13 @@ class LoadExchange:
         self._load_shape = (num_layers, num_logical_experts)
         self._map_shape = (num_layers, num_physical_experts)
         self._number = 0
+        self._version = 0
         self._groups = groups_of(members.members)
 
     def run(
         self,
         step: int,
+        version: int,
         load: FloatArray | EplbError,
         place: Callable[[FloatArray], NewPlacement],
         pause: Pause,
@@ -94,6 +98,9 @@ class LoadExchange:
         ----------
         step : int
             At which this rank's window ended.
+        version : int
+            How often this rank's map was replaced by the host. Ranks that have not all replaced it call this exchange
+            off (EPLB-T021).
         load : FloatArray or EplbError
             float64 [num_layers, num_logical_experts], or why there is none: every rank is then told that.
         place : callable
@@ -113,6 +120,7 @@ class LoadExchange:
             The store did not answer.
         """
         self._number += 1
+        self._version = version
         rank, root = self._members.rank, self._members.members[0]
         group = next(group for group in self._groups if rank in group)
         self._post("load", self._encoded(load))
@@ -144,8 +152,11 @@ class LoadExchange:
             return error
         return total
 
+    def _encoded(self, load: FloatArray | EplbError) -> bytes:
+        return _HEAD.pack(self._version) + self._encoded_load(load)
+
     @staticmethod
-    def _encoded(load: FloatArray | EplbError) -> bytes:
+    def _encoded_load(load: FloatArray | EplbError) -> bytes:
         if isinstance(load, EplbError):
             return _ERROR + json.dumps(encode_error(load)).encode()
         whole = load.astype("<u4") if load.max(initial=0) < 2**32 else None
@@ -154,7 +165,9 @@ class LoadExchange:
         return _TOKENS + load.astype("<f8").tobytes()
 
     def _decoded(self, rank: int, body: bytes) -> FloatArray:
-        kind, rest = body[:1], body[1:]
+        kind, rest = body[_HEAD.size : _HEAD.size + 1], body[_HEAD.size + 1 :]
+        if len(body) < _HEAD.size or _HEAD.unpack_from(body)[0] != self._version:
+            raise error_for("EPLB-T021", reason="not every rank's map has been replaced yet")
         if kind == _ERROR:
             raise _decoded_error(rank, rest)
         width = {_COUNTS: 4, _TOKENS: 8}.get(kind, 0)

@@ -72,8 +72,9 @@ class Placing:
         """
         if self._exchange is None:
             self._exchange = self._new_exchange()
-        old_map = handover.map()
-        round_ = self._exchange.run(snapshot.step, self._load(snapshot), partial(self._place, old_map), pause)
+        version, old_map = handover.versioned_map()
+        load = self._load(snapshot)
+        round_ = self._exchange.run(snapshot.step, version, load, partial(self._place, old_map), pause)
         handover.rearranged_at(round_.step)
         if round_.placement is None:
             raise round_.refusal or EplbError("EPLB-P006", problem="no reason given")

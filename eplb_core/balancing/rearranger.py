@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from eplb_core.balancing.handover import CLOSING
 from eplb_core.balancing.patience import Patience
 from eplb_core.balancing.recovery import Told, fails_over, rebuild, why_not_alone
 from eplb_core.control.store import StoreGone
@@ -114,9 +115,9 @@ class Rearranger:
     def _failed(self, error: EplbError, *, exchanged: bool) -> bool:
         core, communicator = self._core, self._core.communicator
         usable = communicator.usable and exchanged
-        if error.code == "EPLB-T021":  # somebody does not want it any more: nothing failed
+        if error.code == "EPLB-T021":  # nothing failed, though a backend may have had to be stopped
             logger.info("%s: %s", communicator.name, error)
-            return usable
+            return usable or (exchanged and error.fields.get("reason") != CLOSING and self._mended(error))
         if error.report is None:
             error.report = communicator.report
         self._progress.failed(error)
