@@ -265,7 +265,7 @@ class Communicator:
                 problem = "the weights of this rank are invalid since a commit failed on it"
                 raise TransferError("EPLB-T009", problem=problem) from self._state.invalid
             lives = self._lives
-            lives.renew(timeout_s, control=control, ranks=ranks, device_group=device_group, landing=landing)
+            lives.renew(control=control, ranks=ranks, device_group=device_group, landing=landing)
             with poisoning(lives, self._state, "rebuild"):
                 lives.enter(timeout_s, everyone=False)
             return self._state.report()

@@ -138,6 +138,9 @@ class Rearrangement:
                     if self._moving.slots == 1:
                         commit_before()
                         before = None
+            except KeyboardInterrupt:  # after the last layer's decision; before it, the layer's abort has ended all
+                self._state.ended(self)
+                raise
             finally:
                 self.commit_decided()
             self._end()
@@ -170,7 +173,13 @@ class Rearrangement:
                 if voting is None:
                     layer.vote.cast(ballot, lambda ballots: self._tally(layer, ballots))
         if meanwhile is not None:
-            meanwhile()
+            try:
+                meanwhile()
+            except CommitError:
+                raise
+            except BaseException as interrupt:  # Ctrl-C: what observers raise of a commit is logged
+                self._failure.interrupted(layer, interrupt)
+                raise
         with self._failure.guard(layer, self._following()), counts.phase("vote"):
             decision = self._watch.decide(layer.vote) if voting is None else voting(layer.vote, ballot)
         if not decision.commit:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eplb_core.control.process import ProcessIdentity
+from eplb_core.control.store import StoreClient
 from eplb_core.errors import EplbError, MetadataError, error_for
 from eplb_core.voting.operations import Get, Pause, Put, Refusal, Steps
 from eplb_core.voting.vote import Tally, Vote
@@ -225,7 +226,7 @@ class Meeting:
             values = yield Get((self._roll_key, *(post_key(rank) for rank in self.members)))
             known = self._roll(values[0])
             posts = dict(zip(self.members, map(self._post, self.members, values[1:]), strict=True))
-            self._stay_this_rank(posts[self.rank], nonce)
+            yield from self._staying_this_rank(posts[self.rank], nonce)
             heard = yield from self._heeding(posts)
             if heard is not None:
                 yield self._publish(replace(known or Roll({}, 0), refused_by=heard[0]))
@@ -247,7 +248,7 @@ class Meeting:
         leader = self.members[0]
         while True:
             values = yield Get((self._roll_key, post_key(self.rank), post_key(leader)))
-            self._stay_this_rank(self._post(self.rank, values[1]), nonce)
+            yield from self._staying_this_rank(self._post(self.rank, values[1]), nonce)
             heard = yield from self._hearing(values[0], values[2])
             if heard is not None:
                 raise heard[1]
@@ -294,6 +295,8 @@ class Meeting:
         # One that has replaced this attempt's post counts as there also where that cannot be seen: else two processes
         # on two machines would replace each other's until their limits.
         if there or (there is None and nonce is not None):
+            if nonce is not None:
+                yield Put(_contested_key(post.nonce), b"1")
             raise self._another(post)
 
     def _hearing(self, roll: bytes | None, post: bytes | None) -> Steps[tuple[int, EplbError] | None]:
@@ -335,8 +338,13 @@ class Meeting:
             return f"which was told to meet ranks {list(post.members)}, not {list(self.members)}"
         return None
 
-    def _stay_this_rank(self, post: Post | None, nonce: str) -> None:
+    def _staying_this_rank(self, post: Post | None, nonce: str) -> Steps[None]:
+        """Steps that end the attempt when another process posts as this rank while it meets.
+
+        It leaves word of that: whoever meets that one may belong to a group of its own.
+        """
         if post is not None and post.nonce != nonce:
+            yield Put(_contested_key(post.nonce), b"1")
             raise self._another(post)
 
     def _another(self, post: Post) -> EplbError:
@@ -364,6 +372,23 @@ class Meeting:
     @staticmethod
     def _read_key(nonce: str, rank: int) -> str:
         return f"meet/read/{nonce}/{rank}"
+
+
+def contested_member(client: StoreClient, roll: Roll) -> int | None:
+    """Return a member of which another process says that it is that rank too, for both came at once."""
+    for rank, nonce in roll.nonces.items():
+        if client.exists(_contested_key(nonce)):
+            return rank
+    return None
+
+
+def contested_error(name: str, rank: int) -> EplbError:
+    """Make the error of a roll with such a member: nobody can tell which of two groups it belongs to."""
+    return error_for("EPLB-T015", process="one more process", rank=rank, name=name)
+
+
+def _contested_key(nonce: str) -> str:
+    return f"meet/contested/{nonce}"
 
 
 def post_key(rank: int) -> str:
