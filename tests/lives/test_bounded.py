@@ -54,10 +54,8 @@ def whose_store_stops(rank: Rank, port: int, call: str):
     calls = {
         "rebuild": lambda: life.comm.rebuild(STORE_LIMIT_S),
         "rebuild with a control plane": lambda: life.comm.rebuild(STORE_LIMIT_S, control=again),
-        "Communicator": lambda: eplb.Communicator(config, [[other]], control, name="other").connect(STORE_LIMIT_S),
-        "Communicator with a control plane": lambda: eplb.Communicator(config, [[other]], again, name="other").connect(
-            STORE_LIMIT_S
-        ),
+        "Communicator": lambda: build(control).connect(),
+        "Communicator with a control plane": lambda: build(again).connect(),
         "connect": lambda: life.comm.connect(STORE_LIMIT_S),
         "rearrange": lambda: life.comm.rearrange(maps[1], maps[2]),
         "close": life.comm.close,

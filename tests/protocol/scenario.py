@@ -270,6 +270,8 @@ def _written(name: object, key: str, value: bytes, verb: str = "") -> str:
     what, body = key.split("/"), value[OVERHEAD_NBYTES:]
     if what[:2] == ["meet", "read"]:
         return f"{name} notes that it has read the post {what[2]}"
+    if what[:2] == ["meet", "contested"]:
+        return f"{name} leaves word that another process posted {what[2]}"
     if what[:2] == ["meet", "post"]:
         post = Post.from_bytes(body)
         purpose = f"refusing: {post.refusal}" if post.refusal else f"to meet {_list(post.members)}"
