@@ -10,9 +10,9 @@ from datetime import timedelta
 from typing import Any
 
 from eplb_core.control.hosts import Location, read_boot_id, read_network_id, why_unreachable
-from eplb_core.control.lingering import Presence
 from eplb_core.control.listen import Ports, check_listening, checked_ports, listen
 from eplb_core.control.opening import open_client
+from eplb_core.control.presence import Presence
 from eplb_core.control.sockets import written
 from eplb_core.control.store import StoreGone, first_line
 from eplb_core.errors import ConfigError

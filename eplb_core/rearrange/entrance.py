@@ -13,10 +13,11 @@ from eplb_core.rearrange import records, recovery
 from eplb_core.rearrange.epoch import Epoch
 from eplb_core.rearrange.link import all_pairs, error_of, exchange, note_linked, vote_on
 from eplb_core.voting.liveness import Ring
-from eplb_core.voting.meeting import Joining, Meeting, Roll, all_agree, contested_error, contested_member, whom
+from eplb_core.voting.meeting import Meeting, contested_error, contested_member, whom
 from eplb_core.voting.members import Members
 from eplb_core.voting.operations import Refusal, perform
-from eplb_core.voting.vote import Tally, Vote
+from eplb_core.voting.roll import Joining, Roll
+from eplb_core.voting.vote import Tally, Vote, all_agree
 from eplb_core.wire.ballots import Ballot, Decision
 from eplb_core.wire.envelope import MessageScope
 

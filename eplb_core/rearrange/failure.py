@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 from eplb_core.control.store import StoreGone
 from eplb_core.errors import EplbError, StoreLostError, error_for
 from eplb_core.voting.departure import vanish
-from eplb_core.voting.meeting import all_agree
+from eplb_core.voting.vote import all_agree
 from eplb_core.wire.ballots import Ballot, Decision
 
 if TYPE_CHECKING:

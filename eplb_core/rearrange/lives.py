@@ -154,7 +154,8 @@ class Lives:
 
         def pause() -> Refusal | None:
             time.sleep(2e-3)
-            return Refusal(refusal) if heard.over else None
+            nobody_left = set(members) <= {self.rank, *self.control.absent()}
+            return Refusal(refusal) if heard.over or nobody_left else None
 
         perform(self._meeting(members, 0).refusing(refusal), self._connected(self._timeout_s), pause)
 

@@ -10,8 +10,7 @@ from eplb_core.errors import CommitError, PlanError
 from eplb_core.rearrange.failure import FailurePath
 from eplb_core.rearrange.layers import MovingLayer, MovingLayers
 from eplb_core.voting.departure import vanish
-from eplb_core.voting.meeting import all_agree
-from eplb_core.voting.vote import Vote
+from eplb_core.voting.vote import Vote, all_agree
 from eplb_core.wire.ballots import Ballot, Decision
 
 if TYPE_CHECKING:
