@@ -6,19 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-<<<<<<< HEAD
-from eplb_core.voting.meeting import Meeting, Post, Roll, post_key
-from eplb_core.voting.operations import Get, Put, Steps
-from eplb_core.voting.vote import Vote
-from eplb_core.wire.ballots import Decision, decode_decision
-=======
 from eplb_core.errors import EplbError
 from eplb_core.voting.meeting import Joining, Meeting, Post, Roll, post_key
 from eplb_core.voting.operations import Count, Get, Put, Steps
 from eplb_core.voting.vote import Tally, Vote
 from eplb_core.wire.ballots import Ballot, Decision, decode_decision, encode_ballot, encode_decision
 from tests.protocol.ranks import Rules
->>>>>>> walks
 
 
 class _CountedRoll(Roll):

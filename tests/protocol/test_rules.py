@@ -236,7 +236,7 @@ def test_a_walk_finds_what_a_rule_of_the_vote_is_for(kind, finds):
     assert not finds(vote(["yes"] * 3).explore())
 
 
-@pytest.mark.parametrize(("kind", "ends"), [(broken.ObeysAnyCommit, "commit"), (Vote, "EPLB-T014")])
+@pytest.mark.parametrize(("kind", "ends"), [(broken.ObeysAnyCommit, "commit"), (Vote, "EPLB-T016")])
 def test_a_commit_that_another_life_has_left_is_obeyed_without_the_rule_of_the_own_ballot(kind, ends):
     decided = vote(["yes"] * 3).explore()
     state = next(state for state in decided.states if all_know(state) and outcomes(state) == {"commit"})
