@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from eplb_core.arrays import IntArray, aligned, frozen
 from eplb_core.backend import MoveColumns
+from eplb_core.plan.rules import TransferRules
 from eplb_core.weights.layout import LayerGeometry
 
 
@@ -55,16 +56,7 @@ class _Rows(NamedTuple):
 
 
 def layer_shares(
-    moves: Moves,
-    num_layers: int,
-    world_size: int,
-    rank: int,
-    geometry: LayerGeometry,
-    *,
-    landing_layout: Literal["rows", "packed_by_peer"],
-    coalesce_nbytes: int,
-    max_ops_per_batch: int | None,
-    one_peer_per_batch: bool,
+    moves: Moves, num_layers: int, world_size: int, rank: int, geometry: LayerGeometry, rules: TransferRules
 ) -> list[LayerShare]:
     """Return one rank's share of each of some layers that have the same geometry.
 
@@ -78,14 +70,8 @@ def layer_shares(
         Whose shares.
     geometry : LayerGeometry
         Of every one of the layers.
-    landing_layout : {"rows", "packed_by_peer"}
-        See `eplb_core.backend.Backend`.
-    coalesce_nbytes : int
-        Rows below it travel packed ("packed_by_peer").
-    max_ops_per_batch : int or None
-        None puts all into batch 0.
-    one_peer_per_batch : bool
-        At most one peer per rank and batch.
+    rules : TransferRules
+        How moves are cut, and where they land.
 
     Returns
     -------
@@ -95,10 +81,10 @@ def layer_shares(
     pairs = _pairs(moves)
     num_tensors = len(geometry.moving)
     mine = (pairs.src % world_size == rank) | (pairs.dst % world_size == rank)
-    if landing_layout == "packed_by_peer":
+    if rules.landing_layout == "packed_by_peer":
         # What a source packs depends on all that it sends, and where a row lands on all that its receiver gets.
         rows = _rows(pairs, geometry)
-        message, offset = _packed(moves, pairs, rows, geometry, coalesce_nbytes)
+        message, offset = _packed(moves, pairs, rows, geometry, rules.coalesce_nbytes)
         keep = mine[rows.pair]
         rows = _Rows(*(column[keep] for column in rows))
         message, offset = message[keep], offset[keep]
@@ -110,8 +96,8 @@ def layer_shares(
     per_layer = np.bincount(pairs.src // world_size, pairs.size * num_tensors, num_layers).astype(np.int64)
     num_batches = (per_layer > 0).astype(np.int64)
     batch = np.zeros_like(message)
-    if max_ops_per_batch is not None and per_layer.any():
-        of_row = _batches(pairs, num_tensors, max_ops_per_batch, one_peer_per_batch)
+    if rules.max_ops_per_batch is not None and per_layer.any():
+        of_row = _batches(pairs, num_tensors, rules.max_ops_per_batch, rules.one_peer_per_batch)
         batch = of_row[np.repeat(mine, pairs.size * num_tensors)]
         np.maximum.at(num_batches, np.repeat(np.arange(num_layers), per_layer), of_row + 1)
     layer, src = np.divmod(moves.src[rows.move], world_size)

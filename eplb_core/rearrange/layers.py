@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from eplb_core.backend import TransferPlan
 from eplb_core.memory.commit import NOTHING, CommitCopies, commit_copies
 from eplb_core.plan.rank_plan import RankShares
+from eplb_core.plan.rules import TransferRules
 from eplb_core.voting.vote import Vote
 
 if TYPE_CHECKING:
@@ -91,16 +92,8 @@ class MovingLayers:
         self._plan = plan
         self._state = state
         self._next_start = 0
-        config = epoch.setup.config
-        work_out = partial(
-            plan.shares,
-            rank=epoch.rank,
-            landing_layout=epoch.backend.landing_layout,
-            coalesce_nbytes=epoch.coalesce_nbytes,
-            batched=epoch.setup.info.batched,
-            max_ops_per_batch=config.max_ops_per_batch,
-            migration_batching=config.enable_migration_batching,
-        )
+        rules = TransferRules.of(epoch.backend, epoch.setup.info, epoch.setup.config)
+        work_out = partial(plan.shares, rank=epoch.rank, rules=rules)
         self._shares = RankShares(plan, epoch.setup.layout.geometries, work_out)
 
     @property

@@ -13,7 +13,7 @@ import torch
 from eplb_core.backend import TransferPlan
 from eplb_core.communicator import Communicator
 from eplb_core.config import EPLBConfig
-from eplb_core.plan import check_maps, plan_moves
+from eplb_core.plan import TransferRules, check_maps, plan_moves
 from eplb_core.testing.expectation import reach
 from eplb_core.testing.model import Map, Model, shuffles
 from eplb_core.testing.pool import Stage, Subject
@@ -95,14 +95,10 @@ class Exchange:
             layer,
             session.rank,
             made.layout.geometries[layer],
+            TransferRules.of(self.backend, made.info, made.config),
             generation=generation,
             sequence=self._sequence,
             slot=slot,
-            landing_layout=self.backend.landing_layout,
-            coalesce_nbytes=int(getattr(self.backend, "coalesce_nbytes", 0)),
-            batched=made.info.batched,
-            max_ops_per_batch=made.config.max_ops_per_batch,
-            migration_batching=False,
         )
 
     def complete(self, check: Callable[[bool, str], None] = reach) -> None:
