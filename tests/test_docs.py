@@ -22,7 +22,7 @@ NAMED = sorted({test for row in ROWS.values() for test in re.findall(r"`([^`]+)`
 
 
 @cache
-def tests_of(path: Path) -> frozenset[str]:
+def sentences_of(path: Path) -> frozenset[str]:
     functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
     return frozenset(node.name for node in functions if node.name.startswith("test_"))
 
@@ -46,7 +46,7 @@ def test_the_table_has_no_rule_that_the_page_does_not_state():
 @pytest.mark.parametrize("named", NAMED)
 def test_a_test_that_the_table_names_exists(named):
     path, _, name = named.partition("::")
-    assert name in tests_of(ROOT / path)
+    assert name in sentences_of(ROOT / path)
 
 
 @pytest.mark.parametrize("rule", RULES)
