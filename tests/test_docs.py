@@ -108,3 +108,13 @@ def test_codes_that_pages_name_are_in_the_catalogue():
 
     named = {code for page in PAGES for code in re.findall(r"EPLB-[A-Z]\d{3}", page.read_text())}
     assert named <= set(CATALOGUE)
+
+
+READABLE = ("plan", "wire", "weights", "discovery", "memory", "control", "observers")
+
+
+@pytest.mark.parametrize("room", READABLE)
+def test_no_parameter_is_described_by_whose_it_is_alone(room):
+    empty = re.compile(r"^ +(Of the communicator|Of the layer|See there|See above)\.$", re.MULTILINE)
+    modules = sorted((ROOT / "eplb_core" / room).rglob("*.py"))
+    assert [str(path) for path in modules if empty.search(path.read_text())] == []

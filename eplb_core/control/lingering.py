@@ -18,13 +18,10 @@ _LONGEST_PAUSE_S = 0.05
 class Presence:
     """Which ranks still have their first connection to the store that this process hosts.
 
-    Parameters
-    ----------
-    port : int
-        At which the store listens.
-    addresses : Mapping of int to str
-        By rank: the address of the rank's end of its connection, as the rank sees it. A rank whose connection is not
-        seen here now (its address is translated on the way, or this system has no /proc) is never taken for absent.
+    Notes
+    -----
+    ``addresses`` holds, by rank, the rank's end of its connection as the rank sees it. A connection that is not seen
+    here now (its address is translated on the way, or this system has no /proc) is never taken for one that has ended.
     """
 
     def __init__(self, port: int, addresses: Mapping[int, str]) -> None:

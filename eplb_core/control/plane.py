@@ -260,7 +260,7 @@ class ControlPlane:
         Parameters
         ----------
         name : str
-            Of the communicator.
+            The communicator's.
         timeout_s : float or None
             Limit, seconds.
 

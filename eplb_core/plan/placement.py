@@ -88,9 +88,9 @@ class PlacementPlan:
         layer, rank : int
             Which layer, for whom.
         geometry : LayerGeometry
-            Of the layer.
+            Sizes of the layer's rows.
         generation, sequence, slot : int
-            See `TransferPlan`; passed on.
+            Passed on to the `TransferPlan`.
         landing_layout : {"rows", "packed_by_peer"}
             ``"rows"``: a row lands at ``geometry.offsets[tensor] + row * nbytes``, every row is a message.
             ``"packed_by_peer"``: per receiver, sources and their messages follow one another, each message 64-byte
@@ -152,7 +152,7 @@ class PlacementPlan:
         first, stop : int
             The layers from `first` to ``stop - 1``.
         geometry, rank, landing_layout, coalesce_nbytes, batched, max_ops_per_batch, migration_batching
-            See `transfer_plan`.
+            As for `transfer_plan`.
 
         Returns
         -------
