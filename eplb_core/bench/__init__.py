@@ -1,1 +1,1 @@
-"""Workloads, ranks and measurements behind `eplb demo`. Internal."""
+"""Workloads, ranks and measurements behind ``eplb demo``. Internal."""

@@ -26,8 +26,10 @@ class LayerShare(NamedTuple):
 class Moves(NamedTuple):
     """Experts that cross ranks, int64 columns ``[num_moves]`` ordered by (src, dst, source row).
 
-    Several layers lie side by side: rank r of the i-th is number ``i * world_size + r``. Ranks of different layers have
-    nothing to do with each other, so whatever holds for the ranks of one layer holds for all of them together.
+    Notes
+    -----
+    Several layers lie side by side: rank r of the i-th is number ``i * world_size + r``. Ranks of different layers
+    never exchange anything, so one pass plans all layers, and comes to the same as one pass for each.
     """
 
     src: IntArray
@@ -58,7 +60,7 @@ class _Rows(NamedTuple):
 def layer_shares(
     moves: Moves, num_layers: int, world_size: int, rank: int, geometry: LayerGeometry, rules: TransferRules
 ) -> list[LayerShare]:
-    """Return one rank's share of each of some layers that have the same geometry.
+    """Return what one rank sends and receives in each of ``num_layers`` layers of one geometry, in canonical order.
 
     Parameters
     ----------
@@ -169,11 +171,13 @@ def _packed(
 
 
 def _batches(pairs: Pairs, num_tensors: int, limit: int, one_peer: bool) -> IntArray:
-    """Return the batch of every row of whole layers.
+    """Return the batch of every row of whole layers: the first one with room at both its ends.
 
-    A row goes into the first batch with room at both its ends. Rows of a pair follow one another and have the same
-    ends, so they fill batch after batch: the loop is over (pair, batch). A set of batches is the bits of one integer;
-    keys are plain integers too, for thousands of small containers would wake the garbage collector.
+    Notes
+    -----
+    Rows of a pair follow one another and have the same ends, so they fill batch after batch: the loop is over (pair,
+    batch). A set of batches is the bits of one integer, and keys are plain integers too: thousands of small containers
+    would wake the garbage collector.
     """
     full: dict[int, int] = defaultdict(int)  # by rank: batches without room
     taken: dict[int, int] = defaultdict(int)  # by rank: batches in which it has a peer

@@ -82,7 +82,7 @@ class PlacementPlan:
         layer, rank : int
             Which layer, for whom.
         geometry : LayerGeometry
-            The layer's tensors.
+                    The layer's tensors.
         rules : TransferRules
             How its moves are cut, and where they land.
         generation, sequence, slot : int
@@ -111,7 +111,7 @@ class PlacementPlan:
         ----------
         first, stop : int
             The layers from `first` to ``stop - 1``.
-        geometry : LayerGeometry
+                geometry : LayerGeometry
             The tensors of every one of them.
         rank : int
             For whom.

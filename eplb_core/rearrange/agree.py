@@ -14,7 +14,7 @@ from eplb_core.backend import Event
 from eplb_core.errors import EplbError, MetadataError, PlanError, error_for
 from eplb_core.plan import PlacementPlan, check_maps, plan_moves
 from eplb_core.plan.maps import map_digest
-from eplb_core.voting.meeting import all_agree
+from eplb_core.voting.vote import all_agree
 from eplb_core.wire.ballots import Ballot
 
 if TYPE_CHECKING:

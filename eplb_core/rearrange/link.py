@@ -13,8 +13,7 @@ from eplb_core.control.store import StoreGone
 from eplb_core.errors import DiscoveryError, EplbError, TransferError, error_for
 from eplb_core.rearrange import records
 from eplb_core.rearrange.epoch import Epoch
-from eplb_core.voting.meeting import all_agree
-from eplb_core.voting.vote import Tally, Vote
+from eplb_core.voting.vote import Tally, Vote, all_agree
 from eplb_core.wire.ballots import Ballot, Decision
 
 

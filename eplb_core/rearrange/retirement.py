@@ -69,12 +69,12 @@ class Retirement:
             else:
                 keep_forever(epoch)
 
-    def leave(self, epoch: Epoch, *, unclean: bool, wait_s: float, hosts_store: bool) -> None:
+    def leave(self, epoch: Epoch, *, unclean: bool, force: bool, wait_s: float, hosts_store: bool) -> None:
         """Close the backend, tell the others, give the memory back; each whatever becomes of the others."""
         safe = self._close_backend(epoch, force=unclean)
         members = epoch.members
         if members is not None:
-            self._tell(members, unclean=unclean, stays_s=wait_s if hosts_store else 0.0)
+            self._tell(members, unclean=unclean, force=force, stays_s=wait_s if hosts_store else 0.0)
         if safe and self._give_landing_back(epoch):
             epoch.let_go()
             epoch.setup.layout.let_go()
@@ -83,11 +83,12 @@ class Retirement:
         self._state.held.doubts = []
         self._landing_kept = []
 
-    def _tell(self, members: Members, *, unclean: bool, stays_s: float) -> None:
+    def _tell(self, members: Members, *, unclean: bool, force: bool, stays_s: float) -> None:
         try:
             if unclean:
                 departure.vanish(members)
-                departure.take_post_back(members)
+                if not force:  # the store may not answer; who comes next sees that this one is gone all the same
+                    departure.take_post_back(members)
             else:
                 departure.say_goodbye(members, tidies=not stays_s)
             if stays_s:

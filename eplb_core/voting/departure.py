@@ -8,8 +8,8 @@ from contextlib import suppress
 
 from eplb_core.backend.toolkit import Deadline
 from eplb_core.control.store import StoreClient, StoreGone
-from eplb_core.voting.meeting import post_key
 from eplb_core.voting.members import Members
+from eplb_core.voting.roll import post_key
 
 logger = logging.getLogger("eplb_core")
 

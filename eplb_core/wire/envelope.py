@@ -30,7 +30,7 @@ class MessageScope:
     rank : int
         Who writes; 0 for keys that anyone may write.
     epoch, generation : int
-        Of which rearrangement.
+        The rearrangement it belongs to.
     """
 
     name: str
@@ -47,51 +47,23 @@ class MessageScope:
         )
 
     def seal(self, kind: str, body: bytes) -> bytes:
-        """Wrap a body so that only the `unseal` that expects exactly this message accepts it.
+        """Wrap a body, of at most 4 GiB, so that only `unseal` of the same scope and kind accepts it.
 
-        Parameters
-        ----------
-        kind : str
-            What the body is, 1 to 15 printable ASCII characters.
-        body : bytes
-            At most 4 GiB.
-
-        Returns
-        -------
-        bytes
-            `OVERHEAD_NBYTES` more than the body.
-
-        Raises
-        ------
-        ValueError
-            A kind that does not fit.
+        Notes
+        -----
+        A kind is 1 to 15 printable ASCII characters, else ValueError. `OVERHEAD_NBYTES` are added.
         """
         bound = _name_field(self.name), self.rank, self.epoch, self.generation
         head = _HEADER.pack(MAGIC, FORMAT_VERSION, _kind_field(kind), *bound, len(body))
         return b"".join((head, _checksum(head, body), body))
 
     def unseal(self, blob: bytes, kind: str, limit: int) -> bytes:
-        """Return the body of a sealed message, believing nothing of it before everything has been checked.
+        """Return the body of a sealed message of at most ``limit`` bytes; anything else is refused (EPLB-M005).
 
-        Parameters
-        ----------
-        blob : bytes
-            As it stands in the store.
-        kind : str
-            What it must be.
-        limit : int
-            Most bytes of body that are accepted.
-
-        Returns
-        -------
-        bytes
-            The body.
-
-        Raises
-        ------
-        MetadataError
-            EPLB-M005: another magic, version, kind or scope; a body beyond `limit`; truncated, with bytes to spare, or
-            damaged.
+        Notes
+        -----
+        Nothing of the message is believed before all of it is checked: magic, version, length, checksum, then kind and
+        scope.
         """
         problem = _damage(blob, limit) or _foreign(blob, kind, self)
         if problem:
