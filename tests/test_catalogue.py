@@ -181,7 +181,7 @@ def test_a_text_that_users_search_for_is_kept_word_for_word():
 
 def test_every_command_that_a_text_names_exists():
     texts = [*ROOT.glob("eplb_core/**/*.py"), *ROOT.glob("plugins/*/src/**/*.py"), *ROOT.glob("**/README.md")]
-    texts = [path for path in texts if ".venv" not in path.parts]
+    texts = [path for path in texts if not any(part.startswith(".venv") for part in path.parts)]
     named = {
         name for path in texts for name in re.findall(r"['`]eplb ([a-z][a-z-]*)", path.read_text(encoding="utf-8"))
     }

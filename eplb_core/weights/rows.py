@@ -138,6 +138,14 @@ def _unaddressable(tensor: Any) -> str | None:
     wrapper: object = tensor
     if is_traceable_wrapper_subclass(wrapper):
         return f"a {type(tensor).__name__} wraps other tensors; register those (of a DTensor its to_local())"
+    problem = _not_plain(tensor)
+    if problem is None and (tensor.dim() == 0 or tensor.shape[0] == 0):
+        return f"its shape {tuple(tensor.shape)} has no experts along the first axis"
+    return problem
+
+
+def _not_plain(tensor: torch.Tensor) -> str | None:
+    """Say why a tensor's values are more, or others, than the bytes in its memory, or None."""
     if tensor.is_nested:
         return "it is nested, not dense"
     if tensor.layout is not torch.strided:
@@ -148,8 +156,6 @@ def _unaddressable(tensor: Any) -> str | None:
         return "its conj bit is set, so its bytes are not its values; register resolve_conj()"
     if tensor.is_neg():
         return "its neg bit is set, so its bytes are not its values; register resolve_neg()"
-    if tensor.dim() == 0 or tensor.shape[0] == 0:
-        return f"its shape {tuple(tensor.shape)} has no experts along the first axis"
     return None
 
 

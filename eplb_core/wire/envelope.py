@@ -65,16 +65,17 @@ class MessageScope:
         Nothing of the message is believed before all of it is checked: magic, version, length, checksum, then kind and
         scope.
         """
-        problem = _problem(blob, kind, self, limit)
+        problem = _damage(blob, limit) or _foreign(blob, kind, self)
         if problem:
             raise MetadataError("EPLB-M005", peer=self.rank, problem=problem)
         return blob[OVERHEAD_NBYTES:]
 
 
-def _problem(blob: bytes, kind: str, scope: MessageScope, limit: int) -> str | None:
+def _damage(blob: bytes, limit: int) -> str | None:
+    """Say why some bytes are no whole message of this format, or None."""
     if len(blob) < OVERHEAD_NBYTES:
         return f"it is truncated, {len(blob)} bytes where the envelope alone takes {OVERHEAD_NBYTES}"
-    magic, version, its_kind, its_name, its_rank, its_epoch, its_generation, nbytes = _HEADER.unpack_from(blob)
+    magic, version, *_, nbytes = _HEADER.unpack_from(blob)
     if magic != MAGIC:
         return f"it starts with {magic!r} where {MAGIC!r} was expected"
     if version != FORMAT_VERSION:
@@ -88,6 +89,12 @@ def _problem(blob: bytes, kind: str, scope: MessageScope, limit: int) -> str | N
         return f"{spare} bytes follow its end"
     if blob[_HEADER.size : OVERHEAD_NBYTES] != _checksum(blob[: _HEADER.size], blob[OVERHEAD_NBYTES:]):
         return "its checksum does not match, so it was damaged on the way"
+    return None
+
+
+def _foreign(blob: bytes, kind: str, scope: MessageScope) -> str | None:
+    """Say why a whole message is not the one that is expected, or None."""
+    _, _, its_kind, its_name, its_rank, its_epoch, its_generation, _ = _HEADER.unpack_from(blob)
     if its_kind != _kind_field(kind):
         return f"it is a {its_kind.rstrip(bytes(1)).decode('ascii', 'replace')!r} where a {kind!r} was expected"
     if its_name != _name_field(scope.name):
