@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from eplb_core.backend import MoveColumns, TransferPlan
 from eplb_core.errors import PlanError
 from eplb_core.plan import PlacementPlan, TransferRules, plan_moves
-from eplb_core.plan.rank_plan import RankShares
+from eplb_core.plan.rank_plan import RankMoves
 from eplb_core.weights.layout import LayerGeometry, build_layout
 
 
@@ -222,7 +222,9 @@ def test_layers_planned_together_are_those_planned_alone(model, landing_layout, 
     plan, geometries = model
     rules = TransferRules(landing_layout, 50, limit, one_peer)
     for rank in range(plan.world_size):
-        together = RankShares(plan, geometries, partial(plan.shares, rank=rank, rules=rules), rows_at_a_time=at_a_time)
+        together = RankMoves(
+            plan, geometries, partial(plan.layer_moves, rank=rank, rules=rules), rows_at_a_time=at_a_time
+        )
         for layer in plan.layers:
             share = together.of(layer)
             alone = plan.transfer_plan(layer, rank, geometries[layer], rules, generation=1, sequence=1, slot=0)
@@ -243,7 +245,7 @@ def test_many_small_layers_are_planned_at_once_and_large_ones_when_their_turn_co
         calls.append((first, stop))
         return [(first, layer) for layer in range(first, stop)]
 
-    shares = RankShares(plan, [small] * 3 + [large] * 3, work_out, rows_at_a_time=24)  # 8 rows a layer, then 24
+    shares = RankMoves(plan, [small] * 3 + [large] * 3, work_out, rows_at_a_time=24)  # 8 rows a layer, then 24
     assert [shares.of(layer) for layer in range(6)] == [(0, 0), (0, 1), (0, 2), (3, 3), (4, 4), (5, 5)]
     assert calls == [(0, 3), (3, 4), (4, 5), (5, 6)]
 

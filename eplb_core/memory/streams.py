@@ -39,7 +39,7 @@ class Streams:
         event.record(torch.accelerator.current_stream(self._device))
         return event
 
-    def settle(self, events: Iterable[Any]) -> None:
+    def wait_for(self, events: Iterable[Any]) -> None:
         """Block this thread until events of `mark` have happened, at most the communicator's limit (EPLB-T002).
 
         Notes

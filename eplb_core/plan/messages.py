@@ -15,7 +15,7 @@ from eplb_core.plan.rules import TransferRules
 from eplb_core.weights.layout import LayerGeometry
 
 
-class LayerShare(NamedTuple):
+class LayerMoves(NamedTuple):
     """What of a `TransferPlan` follows from the maps; its fields are described there."""
 
     sends: MoveColumns
@@ -57,9 +57,9 @@ class _Rows(NamedTuple):
     nbytes: IntArray
 
 
-def layer_shares(
+def layer_moves(
     moves: Moves, num_layers: int, world_size: int, rank: int, geometry: LayerGeometry, rules: TransferRules
-) -> list[LayerShare]:
+) -> list[LayerMoves]:
     """Return what one rank sends and receives in each of ``num_layers`` layers of one geometry, in canonical order.
 
     Parameters
@@ -77,7 +77,7 @@ def layer_shares(
 
     Returns
     -------
-    list of LayerShare
+    list of LayerMoves
         ``[num_layers]``, columns in canonical order; 0 batches where nothing moves.
     """
     pairs = _pairs(moves)
@@ -111,7 +111,7 @@ def layer_shares(
     receives = _by_layer(
         layer[received], num_layers, [c[received] for c in (src, rows.tensor, dst_row, src_row, *others)]
     )
-    return [LayerShare(*share) for share in zip(sends, receives, num_batches.tolist(), strict=True)]
+    return [LayerMoves(*share) for share in zip(sends, receives, num_batches.tolist(), strict=True)]
 
 
 def _pairs(moves: Moves) -> Pairs:

@@ -13,7 +13,7 @@ from eplb_core.backend import TransferPlan
 from eplb_core.errors import PlanError
 from eplb_core.plan.in_place import CommitPlan, order_copies
 from eplb_core.plan.members import held_nowhere, without_absent
-from eplb_core.plan.messages import LayerShare, Moves, layer_shares
+from eplb_core.plan.messages import LayerMoves, Moves, layer_moves
 from eplb_core.plan.replicas import choose_holders, match_within_ranks, ordered
 from eplb_core.plan.rules import TransferRules
 from eplb_core.weights.layout import LayerGeometry
@@ -99,12 +99,12 @@ class PlacementPlan:
             EPLB-P007, an argument is out of range.
         """
         self._check_layer(layer)
-        (share,) = self.shares(layer, layer + 1, geometry, rank=rank, rules=rules)
+        (share,) = self.layer_moves(layer, layer + 1, geometry, rank=rank, rules=rules)
         return TransferPlan(generation, sequence, layer, slot, *share)
 
-    def shares(
+    def layer_moves(
         self, first: int, stop: int, geometry: LayerGeometry, *, rank: int, rules: TransferRules
-    ) -> list[LayerShare]:
+    ) -> list[LayerMoves]:
         """Return what one rank sends and receives in each of some layers of one geometry, which is cheaper by far.
 
         Parameters
@@ -120,7 +120,7 @@ class PlacementPlan:
 
         Returns
         -------
-        list of LayerShare
+        list of LayerMoves
             ``[stop - first]``.
 
         Raises
@@ -139,7 +139,7 @@ class PlacementPlan:
             )
         part = slice(self.layer_starts[first], self.layer_starts[stop])
         number = (self.layer[part] - first) * self.world_size
-        return layer_shares(
+        return layer_moves(
             Moves(self.src[part] + number, self.dst[part] + number, self.src_row[part], self.dst_row[part]),
             stop - first,
             self.world_size,

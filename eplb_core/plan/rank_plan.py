@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from eplb_core.plan.messages import LayerShare
+from eplb_core.plan.messages import LayerMoves
 from eplb_core.weights.layout import LayerGeometry
 
 if TYPE_CHECKING:
     from eplb_core.plan.placement import PlacementPlan
 
 
-class RankShares:
+class RankMoves:
     """What one rank sends and receives, layer by layer, worked out for several small layers at a time.
 
     Notes
@@ -20,14 +20,14 @@ class RankShares:
     A layer of few moves takes some sixty numpy calls of a microsecond each, and sixteen such layers together take no
     more. So neighbours of one geometry are planned together, up to ``rows_at_a_time`` tensor rows of all ranks; a
     larger layer is planned alone, when it is asked for, and a plan of any size takes the memory of one layer.
-    ``work_out(first, stop, geometry)`` is `PlacementPlan.shares` with rank and backend filled in.
+    ``work_out(first, stop, geometry)`` is `PlacementPlan.layer_moves` with rank and backend filled in.
     """
 
     def __init__(
         self,
         plan: PlacementPlan,
         geometries: Sequence[LayerGeometry],
-        work_out: Callable[[int, int, LayerGeometry], list[LayerShare]],
+        work_out: Callable[[int, int, LayerGeometry], list[LayerMoves]],
         rows_at_a_time: int = 1 << 14,
     ) -> None:
         self._starts = plan.layer_starts
@@ -35,9 +35,9 @@ class RankShares:
         self._work_out = work_out
         self._rows_at_a_time = rows_at_a_time
         self._first = 0
-        self._known: list[LayerShare] = []
+        self._known: list[LayerMoves] = []
 
-    def of(self, layer: int) -> LayerShare:
+    def of(self, layer: int) -> LayerMoves:
         """Return what the rank sends and receives in a layer; in ascending order each is worked out once."""
         if not self._first <= layer < self._first + len(self._known):
             self._known = self._work_out(layer, self._stop(layer), self._geometries[layer])

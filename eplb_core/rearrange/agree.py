@@ -119,8 +119,8 @@ def agree(epoch: Epoch, proposal: Proposal | EplbError, torn: Callable[[EplbErro
                 torn(error)
         raise
     if decision.commit:
-        members.forget()
-    members.forget_later([vote], extra=[_first_key(members)])
+        members.keys.forget()
+    members.keys.forget_later([vote], extra=[_first_key(members)])
     if not decision.commit or isinstance(proposal, EplbError):
         error = decision.error or error_for("EPLB-T007", rank=decision.by, where=where, reason="no reason given")
         raise error from (refusal if refusal is not error else None)

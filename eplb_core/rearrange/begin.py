@@ -40,7 +40,7 @@ def begin(lives: Lives, state: CommunicatorState, old_map: npt.ArrayLike, new_ma
         raise PlanError("EPLB-P004", problem=problem)
     # What the caller has enqueued (loading weights, the last commits' copies) is done before anyone reads.
     streams = lives.epoch.setup.streams
-    streams.settle([streams.mark(), *state.take_slot_events()])
+    streams.wait_for([streams.mark(), *state.take_slot_events()])
     with poisoning(lives, state, "connect"):
         lives.enter(lives.epoch.timeout_s, everyone=False)
     epoch = lives.epoch

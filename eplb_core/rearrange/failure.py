@@ -137,7 +137,7 @@ class FailurePath:
     def _leave(self, error: EplbError, where: str, *, undrained: bool, poisoned: bool) -> None:
         if poisoned:
             self._state.poison(error, where, undrained=undrained)
-        self._members.forget_later(self._moving.votes)
+        self._members.keys.forget_later(self._moving.votes)
         self._state.ended(self._state.open)
 
     def _all_drained(self, number: int, drained: bool) -> bool:

@@ -51,7 +51,7 @@ def link(
     new = [peer for peer in peers if not epoch.linked[min(peer, members.rank), max(peer, members.rank)]]
     deadline = Deadline(timeout_s)
     vote_on(epoch, vote, lambda: exchange(epoch, vote, new, deadline), Ballot(True), timeout_s)
-    members.forget_later([vote])
+    members.keys.forget_later([vote])
     note_linked(epoch, pairs)
 
 

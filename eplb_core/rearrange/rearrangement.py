@@ -262,7 +262,7 @@ class Rearrangement:
         left = [*self._moving.decided, *self._moving.copying, *self.layers[self._next_stage :]]
         if left:
             raise PlanError("EPLB-P004", problem=f"end() before layer(s) {left} were staged and committed")
-        self._members.forget_later(self._moving.votes)
+        self._members.keys.forget_later(self._moving.votes)
         self._state.ended(self)
 
     def _tell(self, kind: Any, layer: int, **more: Any) -> None:

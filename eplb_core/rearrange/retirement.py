@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from eplb_core.control.store import StoreClient, StoreGone
 from eplb_core.errors import TransferError
 from eplb_core.memory.quarantine import keep_forever
-from eplb_core.voting import departure
+from eplb_core.voting import departure, store_keys
 
 if TYPE_CHECKING:
     from eplb_core.rearrange.epoch import Epoch
@@ -62,7 +62,7 @@ class Retirement:
         left, self._left = self._left, []
         for members in left:
             with suppress(StoreGone):
-                departure.leave_epoch_behind(members, client, present)
+                store_keys.leave_epoch_behind(client, members.namespace, members.members, present)
         kept, self._landing_kept = self._landing_kept, []
         for epoch in kept:
             if self._give_landing_back(epoch):
@@ -95,7 +95,8 @@ class Retirement:
             if stays_s:
                 departure.await_goodbyes(members, stays_s)
                 if not unclean:
-                    departure.tidy_up(members)  # the last of all: the others' goodbyes are keys as well
+                    # the last of all: the others' goodbyes are keys as well
+                    store_keys.tidy_up(members.client, members.namespace, members.members)
         except StoreGone as gone:
             logger.warning("%s: the store was gone at close: %s", members.name, gone)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 
 from eplb_core.backend.toolkit import Deadline
-from eplb_core.control.store import StoreClient, StoreGone
+from eplb_core.control.store import StoreGone
 from eplb_core.voting.members import Members
 from eplb_core.voting.roll import post_key
+from eplb_core.voting.store_keys import tidy_up
 
 logger = logging.getLogger("eplb_core")
 
@@ -20,7 +20,7 @@ def say_goodbye(members: Members, *, tidies: bool = False) -> None:
     if members.ring is not None:
         members.ring.poll()
     with suppress(StoreGone):
-        if not (tidies and tidy_up(members)):
+        if not (tidies and tidy_up(members.client, members.namespace, members.members)):
             for rank in members.dead:
                 members.client.set(members.key(f"dead/{rank}"), b"1")
             members.client.set(members.key(f"bye/{members.rank}"), b"1")
@@ -34,41 +34,6 @@ def vanish(members: Members) -> None:
         members.client.set(members.key(f"bye/{members.rank}"), b"1")  # the store's host need not wait for it
     if members.ring is not None:
         members.ring.close(goodbye=False)
-
-
-def tidy_up(members: Members) -> bool:
-    """Delete what this rank left in the store, after an end at which every outcome was known to it.
-
-    Keys that others may still read are left to the last member that tidies up; where one is lost nobody is, and they
-    stay, for a rank that wakes late must find the outcomes.
-
-    Returns
-    -------
-    bool
-        True when all members had left, and nothing of this epoch is in the store any more.
-    """
-    client = members.client
-    client.delete(*client.own)
-    if client.add(members.key("left")) < len(members.members):
-        return False
-    goodbyes = [members.key(f"{word}/{rank}") for word in ("bye", "dead") for rank in members.members]
-    client.delete(*client.shared, *goodbyes)
-    return True
-
-
-def leave_epoch_behind(members: Members, client: StoreClient, present: Sequence[int]) -> None:
-    """Delete the keys of an epoch whose successor every present member has joined.
-
-    Where a member of the old epoch is not present, its decisions stay for good: one that slept while it was about to
-    decide would otherwise find no decision, put its own, and commit a layer that the others have aborted.
-    """
-    prefix = f"{members.namespace}/"
-    old = [key for key in (*client.own, *client.shared) if key.startswith(prefix)]
-    if not set(members.members) <= set(present):
-        decisions = {key for key in old if key.endswith("/decision")}
-        old = [key for key in old if key not in decisions]
-        client.shared.difference_update(decisions)
-    client.delete(*old, *(members.key(f"{word}/{members.rank}") for word in ("bye", "dead")))
 
 
 def await_goodbyes(members: Members, timeout_s: float) -> None:
