@@ -70,6 +70,14 @@ def test_every_room_is_described():
     assert set(re.findall(r"`(\w+)`", heads)) == set(ROOMS)
 
 
+@pytest.mark.parametrize("room", ["control", "plan", "wire", "discovery", "voting", "memory", "rearrange"])
+def test_the_paragraph_of_a_room_names_all_its_modules_and_no_other(room):
+    page = (DOCS / "architecture.md").read_text()
+    paragraph = re.search(rf"^\*\*`{room}`\.\*\*((?:.|\n(?!\n))*)", page, re.MULTILINE)[1]
+    modules = {path.stem for path in (ROOT / "eplb_core" / room).glob("*.py")} - {"__init__"}
+    assert set(re.findall(r"`(\w+)`", paragraph)) == modules
+
+
 @pytest.mark.parametrize("way", ["The way of a byte", "The way of a map"])
 def test_a_way_goes_through_modules_that_exist(way):
     page = (DOCS / "architecture.md").read_text()

@@ -89,7 +89,7 @@ class Lives:
         client = self._connected(timeout_s)
         Entrance(epoch, client, meeting, state.held).enter(timeout_s, everyone=everyone)
         state.new_epoch(epoch.number)
-        self._retirement.forget(client)
+        self._retirement.forget(client, epoch.asked)
         return True
 
     def renew(

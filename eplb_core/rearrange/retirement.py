@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -56,12 +57,12 @@ class Retirement:
             self._quarantine(epoch, host_landing=host_landing, new_landing=new_landing)
         epoch.retired = True
 
-    def forget(self, client: StoreClient) -> None:
+    def forget(self, client: StoreClient, present: Sequence[int]) -> None:
         """The next epoch is entered: the keys and the landing memory of those before are not needed any more."""
         left, self._left = self._left, []
         for members in left:
             with suppress(StoreGone):
-                departure.leave_epoch_behind(members, client)
+                departure.leave_epoch_behind(members, client, present)
         kept, self._landing_kept = self._landing_kept, []
         for epoch in kept:
             if self._give_landing_back(epoch):

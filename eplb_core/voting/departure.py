@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from eplb_core.backend.toolkit import Deadline
@@ -55,14 +56,18 @@ def tidy_up(members: Members) -> bool:
     return True
 
 
-def leave_epoch_behind(members: Members, client: StoreClient) -> None:
+def leave_epoch_behind(members: Members, client: StoreClient, present: Sequence[int]) -> None:
     """Delete the keys of an epoch whose successor every present member has joined.
 
-    A member that was left out and wakes late finds nothing in its old votes, aborts them alone, and keeps its old rows:
-    what it then holds is what it says when it comes back.
+    Where a member of the old epoch is not present, its decisions stay for good: one that slept while it was about to
+    decide would otherwise find no decision, put its own, and commit a layer that the others have aborted.
     """
     prefix = f"{members.namespace}/"
     old = [key for key in (*client.own, *client.shared) if key.startswith(prefix)]
+    if not set(members.members) <= set(present):
+        decisions = {key for key in old if key.endswith("/decision")}
+        old = [key for key in old if key not in decisions]
+        client.shared.difference_update(decisions)
     client.delete(*old, *(members.key(f"{word}/{members.rank}") for word in ("bye", "dead")))
 
 

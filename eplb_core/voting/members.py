@@ -75,7 +75,9 @@ class Members:
     def vote(self, topic: str, where: str, generation: int | None = None) -> Vote:
         """Make the vote on a topic of a generation (the current one by default)."""
         scope = self._scope.of(generation=self.generation if generation is None else generation)
-        return Vote(self.client, scope, members=self.members, namespace=self.namespace, topic=topic, where=where)
+        vote = Vote(self.client, scope, members=self.members, namespace=self.namespace, topic=topic, where=where)
+        self.client.shared.update(vote.shared_keys)  # whoever writes them
+        return vote
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
