@@ -17,6 +17,7 @@ from eplb_core.testing.checks_claims import ClaimChecks
 from eplb_core.testing.checks_declaration import DeclarationChecks
 from eplb_core.testing.checks_failure import FailureChecks
 from eplb_core.testing.checks_growth import GrowthChecks
+from eplb_core.testing.checks_lives import LifeChecks
 from eplb_core.testing.checks_order import OrderChecks
 from eplb_core.testing.expectation import expect
 from eplb_core.testing.gate import tests_of
@@ -27,7 +28,9 @@ KIT_VERSION = 1
 
 
 # pytest runs what a class inherits from its last base first.
-class BackendConformance(ClaimChecks, GrowthChecks, FailureChecks, OrderChecks, ByteChecks, DeclarationChecks):
+class BackendConformance(
+    ClaimChecks, GrowthChecks, LifeChecks, FailureChecks, OrderChecks, ByteChecks, DeclarationChecks
+):
     """Tests that every backend must pass. Inherit, set `backend_name`, and run pytest.
 
     A test that fails shows first what its failure means, if what it is about does not hold. If the backend raised

@@ -103,6 +103,10 @@ class Stage:
                 raise unheard
             time.sleep(5e-4)
 
+    def has_heard(self, word: str) -> bool:
+        """Has a rank said a word? Does not wait."""
+        return bool(self._store.check([word]))
+
     @contextmanager
     def inside(self, call: str, *, judged: bool = False) -> Iterator[None]:
         """Let the pool know that this rank is in a call of the backend, from which it may not come back.

@@ -250,7 +250,8 @@ class NixlBackend:
         with self._agent.lock:
             if flight is not None and flight.exposure.warm_up.waiting_for:
                 # Giving a first READ back makes progress, and ends this process when the peer's agent has ended by
-                # then, as it has when it gave the connect up too. It need not stop what it writes either. So the agent stays as it is, never asked again; landing memory has nothing to do with it.
+                # then, as it has when it gave the connect up too. So the agent stays as it is, never asked again, with
+                # what first READs write; landing memory has nothing to do with them.
                 make_immortal(self)
                 return not self._life.is_poisoned
             if self._life.is_poisoned:
