@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from eplb_core.balancing import align, balancedness, placement, rebalance_experts
+from eplb_core.balancing import align, alignment, balancedness, rebalance_experts
 from eplb_core.errors import PlanError
 
 
@@ -65,7 +65,7 @@ def solver(request, monkeypatch):
     if request.param == "with SciPy":
         pytest.importorskip("scipy")
     else:
-        monkeypatch.setattr(placement, "find_spec", lambda name: None)
+        monkeypatch.setattr(alignment, "find_spec", lambda name: None)
     return request.param
 
 
@@ -335,13 +335,13 @@ class TestAlignment:
 def test_the_exact_assignment_saves_at_least_as_many_rows_as_the_greedy_one():
     pytest.importorskip("scipy")
     score = np.array([[5.0, 4.0], [4.0, 0.0]])
-    assert placement._assign_exactly(score).tolist() == [1, 0]
-    assert placement._assign_greedily(score).tolist() == [0, 1]
+    assert alignment._assign_exactly(score).tolist() == [1, 0]
+    assert alignment._assign_greedily(score).tolist() == [0, 1]
 
 
 def test_the_greedy_assignment_is_never_worse_than_leaving_all_in_place():
     score = np.array([[4.0, 5.0, 0.0], [0.0, 4.0, 0.0], [0.0, 0.0, 4.0]])
-    assert placement._assign_greedily(score).tolist() == [0, 1, 2]
+    assert alignment._assign_greedily(score).tolist() == [0, 1, 2]
 
 
 def test_alignment_works_where_scipy_cannot_be_imported():
