@@ -17,7 +17,6 @@ BACKEND_MODULES = {"__init__", "hooks", "options", "backend", "metadata", "trans
 """hooks: what is declared; options: what may be set; backend: the four hooks; metadata: what peers are told and what of
 theirs is believed; transfer: one layer on its way."""
 MODULE_LINES = 300
-# Being moved; nothing may join them.
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,7 @@ class Retirement:
         left, self._left = self._left, []
         for members in left:
             with suppress(StoreGone):
-                store_keys.leave_epoch_behind(client, members.namespace, members.members, present)
+                store_keys.leave_epoch_behind(client, members.namespace, members.rank, members.members, present)
         kept, self._landing_kept = self._landing_kept, []
         for epoch in kept:
             if self._give_landing_back(epoch):

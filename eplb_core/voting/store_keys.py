@@ -56,18 +56,21 @@ def tidy_up(client: StoreClient, namespace: str, members: Sequence[int]) -> bool
     return True
 
 
-def leave_epoch_behind(client: StoreClient, namespace: str, members: Sequence[int], present: Sequence[int]) -> None:
-    """Delete the keys of an epoch whose successor every present member has joined.
+def leave_epoch_behind(
+    client: StoreClient, namespace: str, rank: int, members: Sequence[int], present: Sequence[int]
+) -> None:
+    """Delete the keys of an epoch whose successor every present member has joined: each its own, the lowest the rest.
 
     Where a member of the old epoch is not present, its decisions stay for good: one that slept while it was about to
     decide would otherwise find no decision, put its own, and commit a layer that the others have aborted.
     """
-    old = [key for key in (*client.own, *client.shared) if key.startswith(f"{namespace}/")]
-    if not set(members) <= set(present):
-        decisions = {key for key in old if key.endswith("/decision")}
-        old = [key for key in old if key not in decisions]
-        client.shared.difference_update(decisions)
-    client.delete(*old, *_goodbyes(namespace, members))
+    own = [key for key in client.own if key.startswith(f"{namespace}/")]
+    shared = [key for key in client.shared if key.startswith(f"{namespace}/")]
+    client.shared.difference_update(shared)
+    client.delete(*own)
+    if rank == min(set(members).intersection(present), default=rank):
+        stay = "/decision" if not set(members) <= set(present) else None
+        client.delete(*(key for key in shared if stay is None or not key.endswith(stay)))
 
 
 def _goodbyes(namespace: str, members: Sequence[int]) -> list[str]:

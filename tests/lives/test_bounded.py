@@ -29,6 +29,8 @@ from tests.support.lives import (
     within,
 )
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 6.0
 STORE_LIMIT_S = 2.0
 
