@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -44,6 +45,8 @@ class StoreHost:
 
     def stop(self) -> None:
         self.ranks.signal(0, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.ranks.pid(0)}/task")  # a thread of it may answer once more before it stops
+        assert becomes_true(lambda: all(stat_of(task) in "tT" for task in tasks.iterdir()))
 
     def go_on(self) -> None:
         self.ranks.signal(0, signal.SIGCONT)
@@ -78,6 +81,10 @@ def fails_after(operation: Callable[[], object]) -> tuple[float, str]:
 
 def threads_of_ours() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("eplb ")]
+
+
+def stat_of(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def becomes_true(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
