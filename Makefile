@@ -14,7 +14,7 @@ DISTS := $(PLUGINS) $(patsubst %/pyproject.toml,%,$(wildcard examples/*/pyprojec
 JOBS ?= 2
 PYTEST := -m pytest --numprocesses $(JOBS) --dist worksteal
 
-.PHONY: demo test soak model mutants lint pytest pytest-optimized wheels clean
+.PHONY: demo test floors soak model mutants lint pytest pytest-optimized wheels clean
 .NOTPARALLEL:
 
 demo: $(VENV)/.installed
@@ -27,9 +27,14 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(TYPED)
 
+# The lowest versions that are declared, in environments of their own.
+floors: $(VENV)/.installed
+	.ci/floors.sh
+
+# The ten slowest tests are named at the end, so that what grows is seen.
 # pytest's own status is non-zero when nothing was collected; conftest.py makes it so when nothing passed either.
 pytest: $(VENV)/.installed
-	$(BIN)/python $(PYTEST)
+	$(BIN)/python $(PYTEST) --durations 10
 
 # Contracts must hold where Python drops `assert`. The asserts of the tests themselves survive: pytest rewrites those of
 # test modules, tests/keep_asserts those of helpers and of the ranks that tests start, and tests/test_asserts.py fails
@@ -54,7 +59,7 @@ wheels: $(VENV)/.installed
 	for dist in . $(PLUGINS); do (cd $$dist && $(CURDIR)/$(BIN)/hatchling build -d $(CURDIR)/dist) || exit 1; done
 
 clean:
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-floors .venv-floors-3.10 dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # A stamp each for the environment and for what is in it: an interrupted step is repeated, a finished one is not.
 $(VENV)/.made:

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from eplb_core.config import EPLBConfig
 from eplb_core.control.plane import ControlPlane
 from eplb_core.errors import ConfigError, EplbError, PlanError, TransferError
-from eplb_core.plan.maps import check_maps
 from eplb_core.rearrange.begin import begin, connect, poisoning
 from eplb_core.rearrange.held import HeldPlacement
 from eplb_core.rearrange.lives import Lives
@@ -209,15 +208,7 @@ class Communicator:
             state.check_open()
             if state.open is not None or state.held.decided:
                 raise PlanError("EPLB-P004", problem="reloaded() before the open rearrangement was ended")
-            shape = state.held
-            mapping, _ = check_maps(
-                physical_to_logical_map,
-                physical_to_logical_map,
-                num_layers=shape.num_layers,
-                world_size=shape.world_size,
-                num_local_physical_experts=shape.num_local,
-            )
-            shape.reloaded(mapping)
+            state.held.reloaded(physical_to_logical_map)
 
     # --- after a failure, and the end --------------------------------------------------------------------------------
 
@@ -265,7 +256,7 @@ class Communicator:
                 problem = "the weights of this rank are invalid since a commit failed on it"
                 raise TransferError("EPLB-T009", problem=problem) from self._state.invalid
             lives = self._lives
-            lives.renew(timeout_s, control=control, ranks=ranks, device_group=device_group, landing=landing)
+            lives.renew(control=control, ranks=ranks, device_group=device_group, landing=landing)
             with poisoning(lives, self._state, "rebuild"):
                 lives.enter(timeout_s, everyone=False)
             return self._state.report()

@@ -40,18 +40,6 @@ ROOMS = (
 MODULE_LINES = 300
 """One idea with one reason to change; the table of error codes is the exception."""
 LONGER = {"errors/codes.py"}
-# To be split; nothing may join them.
-TOO_LONG = {
-    "communicator.py",
-    "plan/placement.py",
-    "rearrange/rearrangement.py",
-    "testing/conformance.py",
-    "voting/members.py",
-}
-CIRCLES = {
-    frozenset({"rearrange.epoch", "rearrange.connect"}),
-    frozenset({"rearrange.state", "rearrange.rearrangement"}),
-}
 
 ROOM_LINES = {
     "errors": 1000,
@@ -61,9 +49,9 @@ ROOM_LINES = {
     "plan": 1300,
     "wire": 1000,
     "discovery": 1200,
-    "voting": 1300,
+    "voting": 1500,
     "memory": 700,
-    "rearrange": 2000,
+    "rearrange": 2900,
     "observers": 1100,
     "balancing": 2500,
     "testing": 4000,
@@ -125,10 +113,7 @@ def test_no_room_imports_one_that_comes_after_it():
 
 def test_no_modules_import_each_other_in_a_circle():
     # Kahn's algorithm: what is left when modules without imports are taken away, again and again, is in a circle.
-    left = {
-        name: {other for other in others if other in ARROWS and frozenset({name, other}) not in CIRCLES}
-        for name, others in ARROWS.items()
-    }
+    left = {name: {other for other in others if other in ARROWS} for name, others in ARROWS.items()}
     while True:
         free = {name for name, others in left.items() if not others}
         if not free:
@@ -141,7 +126,7 @@ def test_no_modules_import_each_other_in_a_circle():
 def test_a_module_is_one_idea_of_at_most_300_lines(name):
     path = FILES[name]
     lines = len(path.read_text().splitlines())
-    assert lines <= MODULE_LINES or str(path.relative_to(PACKAGE)) in LONGER | TOO_LONG
+    assert lines <= MODULE_LINES or str(path.relative_to(PACKAGE)) in LONGER
 
 
 @pytest.mark.parametrize("room", sorted(ROOM_LINES))

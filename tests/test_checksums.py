@@ -12,7 +12,7 @@ from eplb_core.backend import Buffers, ConnectReceipt, Event, LocalMetadata, Tra
 from eplb_core.errors import MetadataError, TransferError
 from eplb_core.hookspecs import hookimpl
 from eplb_core.observers import Checksums, Observer, checksums
-from eplb_core.plan import plan_moves
+from eplb_core.plan import TransferRules, plan_moves
 from eplb_core.rearrange.hooks import BackendHooks
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.weights.layout import build_layout
@@ -65,9 +65,8 @@ def ranks_at_the_vote(row_nbytes=ROW_NBYTES, observer=Checksums):
         watching = observer()
         hooks = BackendHooks("by hand", ByHand(live), [watching])
         hooks.register_buffers(Buffers(layout.rows, landing, None, 0))
-        how = {"landing_layout": "rows", "coalesce_nbytes": 0, "batched": False, "max_ops_per_batch": 1}
-        how |= {"generation": 1, "migration_batching": False}
-        plans = [plan.transfer_plan(k, rank, geometry, sequence=k + 1, slot=k, **how) for k in range(2)]
+        rules = TransferRules("rows")
+        plans = [plan.transfer_plan(k, rank, geometry, rules, generation=1, sequence=k + 1, slot=k) for k in range(2)]
         handles = [hooks.transfer(each) for each in plans]  # both layers are under way
         for handle in handles:
             hooks.wait(handle, 1.0)
@@ -207,9 +206,8 @@ def test_a_row_for_several_ranks_is_read_once(monkeypatch):
     new = old.copy()
     new[0, [ROWS, 2 * ROWS]] = 0  # ranks 1 and 2 need expert 0
     geometry = build_layout([[torch.zeros(ROWS, 8)]]).geometries[0]
-    how = {"landing_layout": "rows", "coalesce_nbytes": 0, "batched": False, "max_ops_per_batch": 1}
-    how |= {"generation": 1, "sequence": 1, "slot": 0, "migration_batching": False}
-    plan = plan_moves(old, new, world_size=RANKS).transfer_plan(0, 0, geometry, **how)
+    moves = plan_moves(old, new, world_size=RANKS)
+    plan = moves.transfer_plan(0, 0, geometry, TransferRules("rows"), generation=1, sequence=1, slot=0)
     assert plan.sends.peer.tolist() == [1, 2]
     observer = Checksums()
     observer.buffers = Buffers([[torch.zeros(ROWS, 32, dtype=torch.uint8)]], [], None, 0)

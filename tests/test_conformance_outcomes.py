@@ -8,9 +8,10 @@ import pytest
 
 from eplb_core.backend import API_VERSION, BackendInfo
 from eplb_core.errors import TransferError
-from eplb_core.testing.conformance import BackendConformance, _kit, kit_tests
+from eplb_core.testing.conformance import BackendConformance, kit_tests
 from eplb_core.testing.course import Course
 from eplb_core.testing.expectation import NotReached, Unmet, expect, expecting, reach, told
+from eplb_core.testing.kit_test import kit_test
 from eplb_core.testing.ranks import run_ranks
 from eplb_core.testing.usable import why_not_here
 from eplb_core.testing.verdict import examine
@@ -31,7 +32,7 @@ def lookup():
 
 
 def test_a_meaning_stands_before_what_did_not_hold():
-    @_kit
+    @kit_test
     def test():
         """Rows are lost."""
         expect(False, "row 3 is gone")
@@ -42,7 +43,7 @@ def test_a_meaning_stands_before_what_did_not_hold():
 
 
 def test_a_meaning_does_not_stand_before_an_error_that_came_first():
-    @_kit
+    @kit_test
     def test():
         """Rows are lost."""
         lookup()

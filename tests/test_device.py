@@ -141,7 +141,7 @@ def test_an_event_that_never_happens_is_waited_for_and_not_passed() -> None:
     streams = Streams(torch.device("eplbdev"), None, timeout_s=0.3)
     started = time.monotonic()
     with pytest.raises(StalledError, match="this rank's own stream"):
-        streams.settle([fake_device.unrecorded_event()])
+        streams.wait_for([fake_device.unrecorded_event()])
     assert 0.3 <= time.monotonic() - started < 2.0
 
 
@@ -153,9 +153,9 @@ def test_an_event_is_marked_on_the_callers_current_stream() -> None:
         with other:
             late = streams.mark()
         early = streams.mark()
-        streams.settle([early])
+        streams.wait_for([early])
         assert not late.query()
-    streams.settle([late])
+    streams.wait_for([late])
     assert late.query()
 
 
@@ -163,4 +163,4 @@ def test_on_cpu_there_is_nothing_to_wait_for() -> None:
     streams = Streams(torch.device("cpu"), None, timeout_s=5.0)
     assert streams.mark() is None
     assert streams.side is None
-    streams.settle([None])
+    streams.wait_for([None])

@@ -33,7 +33,7 @@ def described(name: str, value: object) -> list[str]:
         bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
         lines = [f"class {name}({bases}){signature(value)}"]
         fields = {field.name for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
-        for member, inner in sorted(vars(value).items()):
+        for member, inner in sorted(public_members(value).items()):
             if member.startswith("_") or member in fields:
                 continue
             if isinstance(inner, (classmethod, staticmethod)):
@@ -46,6 +46,19 @@ def described(name: str, value: object) -> list[str]:
     if callable(value):
         return [f"{name}{signature(value)}"]
     return [f"{name}: {type(value).__name__}"]
+
+
+def public_members(cls: type) -> dict[str, object]:
+    """Return what a class defines, and what it inherits from modules of ours that are in no face themselves."""
+    members: dict[str, object] = {}
+    for base in reversed(cls.__mro__):
+        if base is cls or (base.__module__.startswith("eplb_core.") and not in_a_face(base)):
+            members |= vars(base)
+    return members
+
+
+def in_a_face(cls: type) -> bool:
+    return any(getattr(import_module(f"eplb_core{face}"), cls.__name__, None) is cls for face in FACES)
 
 
 def signature(value: object) -> str:

@@ -24,6 +24,15 @@ TARGETS = """
         store.wait([f"here/{other}" for other in range(world_size)])
         emit("met", {"rank": rank, "of": world_size, "payload": payload})
 
+    def host_is_done_first(payload, rank, world_size, connect, emit):
+        import psutil
+        store = connect()
+        if rank == 0:
+            store.set("host", str(os.getpid()))
+            return
+        _, alive = psutil.wait_procs([psutil.Process(int(store.get("host")))], timeout=payload["patience_s"])
+        emit("read", {"host is there": bool(alive), "again": store.get("host") != b""})
+
     def one_is_killed(payload, rank, world_size, connect, emit):
         emit("up", {})
         print("the last words", file=sys.stderr, flush=True)
@@ -76,12 +85,12 @@ def no_process_left():
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def run(function, *, num_ranks=2, limit_s=60.0, grace_s=20.0, ending_s=30.0):
+def run(function, *, payload=None, num_ranks=2, limit_s=60.0, grace_s=20.0, ending_s=30.0):
     events = []
     with no_process_left():
         failures = launch(
             f"launch_targets:{function}",
-            {"answer": 42},
+            payload or {"answer": 42},
             num_ranks,
             limit_s=limit_s,
             grace_s=grace_s,
@@ -97,6 +106,12 @@ def test_ranks_meet_at_a_store_of_their_own_and_report(targets):
     assert sorted(events, key=lambda event: event[0]) == [
         (rank, "met", {"rank": rank, "of": 3, "payload": {"answer": 42}}) for rank in range(3)
     ]
+
+
+def test_the_rank_that_hosts_the_store_leaves_last(targets):
+    events, failures = run("host_is_done_first", payload={"patience_s": 3})
+    assert failures == ()
+    assert events == [(1, "read", {"host is there": True, "again": True})]
 
 
 def test_a_killed_rank_is_named_first_and_the_others_are_ended_after_their_grace(targets):

@@ -151,13 +151,13 @@ def test_a_strided_slice_of_dense_rows_is_accepted_only_when_it_is_dense_itself(
             one(sliced)
 
 
-def test_a_parameter_that_requires_grad_is_registered_detached_and_shares_its_memory():
+def test_a_parameter_that_requires_grad_is_held_as_it_is_and_its_rows_share_its_memory():
     parameter = torch.nn.Parameter(torch.zeros(4, 2))
     layout = one(parameter)
     layout.rows[0][0][1] = torch.tensor([1.0, 2.0]).view(torch.uint8)
     assert parameter[1].tolist() == [1.0, 2.0]
-    assert not layout.weights[0][0].requires_grad
-    assert layout.weights[0][0].data_ptr() == parameter.data_ptr()
+    assert layout.weights[0][0] is parameter  # to see whether it still has the memory that was registered
+    assert not layout.rows[0][0].requires_grad
 
 
 def test_rows_registered_in_inference_mode_can_be_written_outside_of_it():

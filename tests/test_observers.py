@@ -116,19 +116,24 @@ class LastToVote:
 
     def __init__(self, rank: Rank) -> None:
         self.store = rank.store()
+        self.namespace = ""
 
     @eplb.hookimpl
     def observe(self, event):
         if event.kind == "vote":
-            self.store.wait([f"eplb/{event.name}/{event.epoch}/{event.generation}/{event.layer}/count"])
+            self.store.wait([f"eplb/{event.name}/{self.namespace}/{event.generation}/{event.layer}/count"])
 
 
 def where_only_rank_0_verifies(rank: Rank):
     maps = shuffles(2, 1, 2, 4)
     model = filled(rank, maps[0], [[64]])
-    observers = [Checksums(), LastToVote(rank)] if rank.rank == 0 else []
-    with communicator(rank, model, observers) as comm, pytest.raises(TransferError) as caught:
-        comm.rearrange(*maps)
+    last = LastToVote(rank)
+    observers = [Checksums(), last] if rank.rank == 0 else []
+    with communicator(rank, model, observers) as comm:
+        comm.connect()
+        last.namespace = comm._lives.epoch.entered[0].namespace
+        with pytest.raises(TransferError) as caught:
+            comm.rearrange(*maps)
     return caught.value.code, str(caught.value), model.wrong_rows(maps[0])
 
 

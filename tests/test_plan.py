@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from eplb_core.backend import TransferPlan
 from eplb_core.errors import PlanError
-from eplb_core.plan import PlacementPlan, check_maps, plan_moves
+from eplb_core.plan import PlacementPlan, TransferRules, check_maps, plan_moves
 from eplb_core.weights.layout import LayerGeometry, build_layout
 
 LAYOUTS = ("rows", "packed_by_peer")
@@ -32,11 +32,8 @@ def planned(old, new, world_size, **how) -> PlacementPlan:
 
 
 def shared(plan: PlacementPlan, layer: int, rank: int, geometry: LayerGeometry, **how) -> TransferPlan:
-    defaults = {
-        "generation": 3, "sequence": 5, "slot": 1, "landing_layout": "rows", "coalesce_nbytes": 0,
-        "batched": False, "max_ops_per_batch": 32, "migration_batching": False,
-    }  # fmt: skip
-    return plan.transfer_plan(layer, rank, geometry, **(defaults | how))
+    rules = TransferRules(**({"landing_layout": "rows"} | how))
+    return plan.transfer_plan(layer, rank, geometry, rules, generation=3, sequence=5, slot=1)
 
 
 def moves(plan: PlacementPlan) -> list[tuple[int, ...]]:

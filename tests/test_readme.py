@@ -52,7 +52,7 @@ def test_a_make_target_named_in_the_readme_exists(target):
 
 def test_continuous_integration_runs_the_readmes_test_command():
     assert "make test" in README
-    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1] == "exec make test"
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1].startswith("exec make test")
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"`eplb ([a-z-]+)[^`]*`", README))))

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from eplb_core.backend import MoveColumns, TransferPlan
 from eplb_core.errors import PlanError
-from eplb_core.plan import PlacementPlan, plan_moves
-from eplb_core.plan.rank_plan import RankShares
+from eplb_core.plan import PlacementPlan, TransferRules, plan_moves
+from eplb_core.plan.rank_plan import RankMoves
 from eplb_core.weights.layout import LayerGeometry, build_layout
 
 
@@ -30,11 +30,9 @@ def planned(old, new, world_size: int) -> PlacementPlan:
 
 def shares(plan: PlacementPlan, geometry: LayerGeometry, **how) -> list[TransferPlan]:
     """Return every rank's share of layer 0."""
-    defaults = {
-        "generation": 3, "sequence": 5, "slot": 1, "landing_layout": "packed_by_peer", "coalesce_nbytes": 0,
-        "batched": False, "max_ops_per_batch": 32, "migration_batching": False,
-    }  # fmt: skip
-    return [plan.transfer_plan(0, rank, geometry, **(defaults | how)) for rank in range(plan.world_size)]
+    rules = TransferRules(**({"landing_layout": "packed_by_peer"} | how))
+    numbers = {"generation": 3, "sequence": 5, "slot": 1}
+    return [plan.transfer_plan(0, rank, geometry, rules, **numbers) for rank in range(plan.world_size)]
 
 
 def columns(moves, *names: str) -> list[tuple[int, ...]]:
@@ -189,12 +187,12 @@ def test_tensors_that_do_not_move_are_in_no_plan():
 
 
 @pytest.mark.parametrize("landing_layout", ["rows", "packed_by_peer"])
-@pytest.mark.parametrize("batched", [False, True])
-def test_a_layer_without_bytes_to_move_is_an_empty_plan(landing_layout, batched):
+@pytest.mark.parametrize("limit", [None, 32])
+def test_a_layer_without_bytes_to_move_is_an_empty_plan(landing_layout, limit):
     nothing_moves = planned([0, 1], [0, 1], 2), geometry_of(1, [8])
     nothing_to_move = planned([0, 1], [1, 0], 2), build_layout([[torch.zeros(1, 0)]]).geometries[0]
     for plan, geometry in (nothing_moves, nothing_to_move):
-        for share in shares(plan, geometry, landing_layout=landing_layout, batched=batched):
+        for share in shares(plan, geometry, landing_layout=landing_layout, max_ops_per_batch=limit):
             assert (len(share.sends), len(share.receives), share.num_batches) == (0, 0, 0)
 
 
@@ -214,19 +212,22 @@ def models(draw) -> tuple[PlacementPlan, list[LayerGeometry]]:
 
 
 @given(
-    models(), st.sampled_from(["rows", "packed_by_peer"]), st.booleans(), st.booleans(), st.sampled_from([1, 12, 999])
+    models(),
+    st.sampled_from(["rows", "packed_by_peer"]),
+    st.sampled_from([None, 3]),
+    st.booleans(),
+    st.sampled_from([1, 12, 999]),
 )
-def test_layers_planned_together_are_those_planned_alone(model, landing_layout, batched, one_peer, at_a_time):
+def test_layers_planned_together_are_those_planned_alone(model, landing_layout, limit, one_peer, at_a_time):
     plan, geometries = model
-    how = {
-        "landing_layout": landing_layout, "coalesce_nbytes": 50, "batched": batched, "max_ops_per_batch": 3,
-        "migration_batching": one_peer,
-    }  # fmt: skip
+    rules = TransferRules(landing_layout, 50, limit, one_peer)
     for rank in range(plan.world_size):
-        together = RankShares(plan, geometries, partial(plan.shares, rank=rank, **how), rows_at_a_time=at_a_time)
+        together = RankMoves(
+            plan, geometries, partial(plan.layer_moves, rank=rank, rules=rules), rows_at_a_time=at_a_time
+        )
         for layer in plan.layers:
             share = together.of(layer)
-            alone = plan.transfer_plan(layer, rank, geometries[layer], generation=1, sequence=1, slot=0, **how)
+            alone = plan.transfer_plan(layer, rank, geometries[layer], rules, generation=1, sequence=1, slot=0)
             assert share.num_batches == alone.num_batches
             names = [field.name for field in fields(MoveColumns)]
             for one, other in ((share.sends, alone.sends), (share.receives, alone.receives)):
@@ -244,7 +245,7 @@ def test_many_small_layers_are_planned_at_once_and_large_ones_when_their_turn_co
         calls.append((first, stop))
         return [(first, layer) for layer in range(first, stop)]
 
-    shares = RankShares(plan, [small] * 3 + [large] * 3, work_out, rows_at_a_time=24)  # 8 rows a layer, then 24
+    shares = RankMoves(plan, [small] * 3 + [large] * 3, work_out, rows_at_a_time=24)  # 8 rows a layer, then 24
     assert [shares.of(layer) for layer in range(6)] == [(0, 0), (0, 1), (0, 2), (3, 3), (4, 4), (5, 5)]
     assert calls == [(0, 3), (3, 4), (4, 5), (5, 6)]
 
@@ -266,7 +267,7 @@ def test_300_moves_are_cut_so_that_a_send_and_its_receive_share_a_batch_of_at_mo
     # Case 8: two ranks exchange all of 150 experts.
     plan = planned(list(range(300)), [*range(150, 300), *range(150)], 2)
     for layout in ("rows", "packed_by_peer"):
-        plans = shares(plan, geometry_of(150, [8]), batched=True, landing_layout=layout)
+        plans = shares(plan, geometry_of(150, [8]), max_ops_per_batch=32, landing_layout=layout)
         assert sum(len(share.sends) for share in plans) == 300
         as_computed(plans, "batch")  # both ends have the same batch
         found = operations(plans)
@@ -298,9 +299,8 @@ def test_each_move_goes_into_the_first_batch_with_room_at_both_ends(landing_layo
         plan,
         geometry,
         landing_layout=landing_layout,
-        batched=True,
         max_ops_per_batch=limit,
-        migration_batching=one_peer,
+        one_peer_per_batch=one_peer,
     )
     assert as_computed(plans, "batch") == expected
     assert {share.num_batches for share in plans} == {max((row[-1] for row in expected), default=-1) + 1}
@@ -309,7 +309,8 @@ def test_each_move_goes_into_the_first_batch_with_room_at_both_ends(landing_layo
 def test_migration_batching_gives_a_rank_one_peer_per_batch():
     plan = planned(list(range(16)), [*range(12, 16), *range(12)], 4)
     free, paired = (
-        shares(plan, geometry_of(4, [8]), batched=True, migration_batching=migration) for migration in (False, True)
+        shares(plan, geometry_of(4, [8]), max_ops_per_batch=32, one_peer_per_batch=migration)
+        for migration in (False, True)
     )
     assert max(len(set(peers)) for peers in operations(free).values()) == 2
     assert max(len(set(peers)) for peers in operations(paired).values()) == 1
@@ -317,7 +318,7 @@ def test_migration_batching_gives_a_rank_one_peer_per_batch():
 
 def test_migration_batching_changes_nothing_for_a_backend_without_batches():
     plan = planned(list(range(16)), [*range(12, 16), *range(12)], 4)
-    for share in shares(plan, geometry_of(4, [8]), max_ops_per_batch=1, migration_batching=True):
+    for share in shares(plan, geometry_of(4, [8]), one_peer_per_batch=True):
         assert share.num_batches == 1
         assert set(share.sends.batch.tolist()) | set(share.receives.batch.tolist()) == {0}
 
@@ -334,7 +335,7 @@ def test_numbers_of_the_rearrangement_are_passed_on():
     ("how", "named"),
     [
         ({"landing_layout": "columns"}, "landing_layout is 'columns'"),
-        ({"batched": True, "max_ops_per_batch": 0}, "max_ops_per_batch is 0"),
+        ({"max_ops_per_batch": 0}, "max_ops_per_batch is 0"),
     ],
 )
 def test_arguments_out_of_range_are_refused(how, named):
@@ -354,13 +355,12 @@ def test_scheduling_speed_of_a_large_layer(batching):
     slots = np.arange(4096) % 3584
     plan = planned(rng.permutation(slots), rng.permutation(slots), 256)
     geometry = geometry_of(16, [65536, 65536, 65536, 2048, 100, 4])
+    limit = None if batching == "no batches" else 32
+    rules = TransferRules("packed_by_peer", 1 << 17, limit, "one peer" in batching)
     wall_s, cpu_s = [], []
     for _ in range(5):
         start, start_cpu = time.perf_counter(), time.thread_time()
-        plan.transfer_plan(
-            0, 7, geometry, generation=0, sequence=0, slot=0, landing_layout="packed_by_peer", coalesce_nbytes=1 << 17,
-            batched=batching != "no batches", max_ops_per_batch=32, migration_batching="one peer" in batching,
-        )  # fmt: skip
+        plan.transfer_plan(0, 7, geometry, rules, generation=0, sequence=0, slot=0)
         wall_s.append(time.perf_counter() - start)
         cpu_s.append(time.thread_time() - start_cpu)
     print(

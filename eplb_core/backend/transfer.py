@@ -108,7 +108,8 @@ class TransferPlan:
     generation : int
         Number of the rearrangement, rising within an epoch.
     sequence : int
-        Rises by one with every `transfer` of an epoch, the same on every rank.
+        Tells the transfers of an epoch apart and rises with them; follows from generation and layer, so it is the same
+        on every rank, whatever each has started before.
     layer : int
         Index of the MoE layer.
     slot : int

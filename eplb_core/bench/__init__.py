@@ -1,1 +1,1 @@
-"""Workloads, ranks and measurements behind `eplb demo` and `eplb bench`. Internal."""
+"""Workloads, ranks and measurements behind ``eplb demo``. Internal."""

@@ -85,8 +85,9 @@ def launch(
     """Run a function on N ranks and return when all are done, failed or killed.
 
     Each rank is a fresh interpreter that runs ``function(payload, rank, world_size, connect, emit)``, where
-    ``connect()`` returns a client of a store of this launch, hosted by rank 0. It ends with this process, however this
-    process ends: it holds one end of a pipe whose other end closes then.
+    ``connect()`` returns a client of a store of this launch. Rank 0 hosts it, and its process stays until all others
+    are done. A rank ends with this process, however this process ends: it holds one end of a pipe whose other end
+    closes then.
 
     Parameters
     ----------
@@ -134,6 +135,7 @@ def launch(
                 rank.fails("Killed", late)
         notice()
         if not failures:
+            _let_go(ranks[0])
             _await_end(ranks, ending_s)
             notice()
     finally:
@@ -251,6 +253,12 @@ def _find_out_what_ended(rank: _Rank) -> None:
         while chunk := os.read(rank.stderr_fd, 1 << 16):
             rank.stderr.extend(chunk.decode(errors="replace").splitlines())
     rank.fails("Died", _status_text(status))
+
+
+def _let_go(host: _Rank) -> None:
+    """Tell the rank that hosts the store that nobody needs it any more."""
+    with suppress(BrokenPipeError):  # it ended already, and how is seen next
+        os.write(host.lifeline_fd, b"leave\n")
 
 
 def _await_end(ranks: list[_Rank], ending_s: float) -> None:

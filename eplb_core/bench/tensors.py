@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_core.bench.specs import TensorSpec
+from eplb_core.testing.known_bytes import known_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -56,9 +57,7 @@ class GeneratedExperts:
 
     def write(self, layer: int, tensor: int, expert: int, out: ByteArray) -> None:
         """Write one expert's row; see `ExpertSource`."""
-        bits = np.random.SFC64(np.random.SeedSequence([self._seed, layer, tensor, expert]))
-        words = np.random.Generator(bits).integers(0, 1 << 64, -(-out.size // 8), dtype=np.uint64)
-        out[:] = words.view(np.uint8)[: out.size]
+        out[:] = known_bytes(layer, tensor, expert, out.size, self._seed)
 
 
 @dataclass(frozen=True)

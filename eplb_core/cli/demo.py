@@ -21,7 +21,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _INTERRUPTED = 130
 
 
-def demo(
+def demo(  # noqa: PLR0913 - one for each option of the command
     preset: Annotated[
         str | None,
         typer.Option(metavar="NAME", show_default=DEFAULT_PRESET, help=f"Published geometry: {', '.join(PRESETS)}."),

@@ -10,19 +10,13 @@ T = TypeVar("T")
 
 
 class Attempt(Generic[T]):
-    """One call, begun in a thread of its own.
+    """One call, begun in a thread of its own, that can be let go.
 
-    Python cannot end a thread that is inside a C function, so one that is late is let go: nobody waits for it any more,
-    not even the end of the process, and what it returns in the end is discarded.
-
-    Parameters
-    ----------
-    operation : callable
-        Called once. It must not hold the interpreter's lock while it blocks.
-    what : str
-        Names the thread.
-    discard : callable or None
-        Is given a result that came after `let_go`, which is dropped otherwise.
+    Notes
+    -----
+    Python cannot end a thread that is inside a C function. When a call is late, nobody waits for its thread any more,
+    not even the end of the process; what it returns in the end goes to ``discard``. The call must not hold the
+    interpreter's lock while it blocks.
     """
 
     def __init__(self, operation: Callable[[], T], what: str, discard: Callable[[T], object] | None = None) -> None:
@@ -74,20 +68,7 @@ class Attempt(Generic[T]):
 
 
 def within(timeout_s: float, operation: Callable[[], T], what: str) -> T:
-    """Return what a call returns, or let go of it.
-
-    Parameters
-    ----------
-    timeout_s : float
-        Limit, seconds.
-    operation, what
-        See `Attempt`.
-
-    Raises
-    ------
-    TimeoutError
-        The call was still going on.
-    """
+    """Return what a call returns, or let go of it at the limit with a TimeoutError."""
     attempt = Attempt(operation, what)
     try:
         over = attempt.wait(timeout_s)

@@ -10,9 +10,9 @@ from datetime import timedelta
 from typing import Any
 
 from eplb_core.control.hosts import Location, read_boot_id, read_network_id, why_unreachable
-from eplb_core.control.lingering import Presence
 from eplb_core.control.listen import Ports, check_listening, checked_ports, listen
 from eplb_core.control.opening import open_client
+from eplb_core.control.presence import Presence
 from eplb_core.control.sockets import written
 from eplb_core.control.store import StoreGone, first_line
 from eplb_core.errors import ConfigError
@@ -35,7 +35,7 @@ class Founded:
     location : Location
         Where this rank listens.
     presence : Presence or None
-        Of the other ranks, at rank 0.
+        Which other ranks are there; at rank 0 only.
     """
 
     store: Any
@@ -46,23 +46,13 @@ class Founded:
 
 
 def found(group: Any, host: object, ports: object, timeout_s: float) -> Founded:
-    """Found a store at group rank 0 and connect every rank to it; collective.
+    """Found a store at group rank 0 and connect every rank to it; collective, on all ranks or on none.
 
-    What is wrong on one rank travels in what is gathered, so that every rank raises it.
-
-    Parameters
-    ----------
-    group : torch.distributed.ProcessGroup
-        It moves small CPU tensors.
-    host, ports
-        See `eplb_core.control.listen.check_listening`.
-    timeout_s : float
-        Limit of each of the two gatherings, seconds; what a rank does on its own before either takes at most half.
-
-    Raises
-    ------
-    ConfigError
-        On every rank, naming those on which something is wrong (EPLB-C009).
+    Notes
+    -----
+    A rank on which something is wrong says so in what is gathered, and every rank raises it, naming that rank
+    (EPLB-C009). ``timeout_s`` limits each of the two gatherings; what a rank does on its own before either takes at
+    most half of it.
     """
     rank, world_size = int(group.rank()), int(group.size())
     store: Any = None

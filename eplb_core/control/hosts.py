@@ -56,12 +56,11 @@ class Location:
 
 
 def why_unreachable(locations: Mapping[int, Location]) -> str | None:
-    """Tell why some ranks cannot reach each other at the addresses they listen on; None when nothing speaks against it.
+    """Say why some ranks cannot reach each other at the addresses they listen on; None when nothing speaks against it.
 
-    Parameters
-    ----------
-    locations : Mapping
-        By rank; the same on all ranks, which then come to the same answer.
+    Notes
+    -----
+    ``locations`` is the same on all ranks, and so is the answer.
     """
     networks = {place.network_id for place in locations.values()}
     if len(networks) < 2:
@@ -81,18 +80,7 @@ def why_unreachable(locations: Mapping[int, Location]) -> str | None:
 
 
 def node_ids(boot_ids: Sequence[str]) -> tuple[int, ...]:
-    """Give every host of the ranks a number.
-
-    Parameters
-    ----------
-    boot_ids : sequence of str
-        By rank; see `read_boot_id`.
-
-    Returns
-    -------
-    tuple of int
-        By rank, equal for equal boot ids, counted from 0 in order of first appearance.
-    """
+    """Number the hosts of the ranks from 0, in order of first appearance; by rank, equal for equal boot ids."""
     numbers: dict[str, int] = {}
     return tuple(numbers.setdefault(boot_id, len(numbers)) for boot_id in boot_ids)
 
@@ -100,8 +88,10 @@ def node_ids(boot_ids: Sequence[str]) -> tuple[int, ...]:
 def read_boot_id() -> str:
     """Return a string that is equal for all processes of one host until it restarts.
 
-    Containers of one host share it on Linux, whatever their host names; where the kernel offers none, it is the host's
-    name.
+    Notes
+    -----
+    On Linux containers of one host have the same, whatever their host names; where the kernel offers none, the host's
+    name stands for it.
     """
     try:
         boot_id = BOOT_ID_FILE.read_text(encoding="ascii").strip()
@@ -113,7 +103,9 @@ def read_boot_id() -> str:
 def read_network_id() -> str:
     """Return a string that is equal for all processes that reach each other over loopback.
 
-    Two containers of one host share its boot id and, as a rule, not its loopback. Where the kernel names no network
+    Notes
+    -----
+    Two containers of one host have one boot id and, as a rule, two loopbacks. Where the kernel names no network
     namespace, all of a host count as one.
     """
     try:

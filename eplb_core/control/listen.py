@@ -18,26 +18,7 @@ Ports = tuple[int, int]
 
 
 def listen(host: str, ports: Ports | None, *, backlog: int) -> socket.socket:
-    """Listen at an address of this machine.
-
-    Parameters
-    ----------
-    host : str
-        Address or name.
-    ports : (int, int) or None
-        Lowest and highest port allowed; None lets the system choose one.
-    backlog : int
-        Connections that wait to be accepted.
-
-    Returns
-    -------
-    socket.socket
-
-    Raises
-    ------
-    ConfigError
-        The address is not this machine's, or no port is free; it names them (EPLB-C009).
-    """
+    """Listen at an address of this machine, on a port that is allowed (None: any); EPLB-C009 names what is not."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -57,28 +38,12 @@ def listen(host: str, ports: Ports | None, *, backlog: int) -> socket.socket:
 
 
 def check_listening(host: object, ports: object, timeout_s: float) -> tuple[str, bool]:
-    """Check that this rank can listen where it was told to, by doing so for a moment.
+    """Check that this rank can listen where it was told to, by doing so for a moment; else EPLB-C009.
 
-    Parameters
-    ----------
-    host : str or None
-        None is loopback.
-    ports : (int, int) or None
-        See `listen`.
-    timeout_s : float
-        Limit of looking up a name, seconds.
-
-    Returns
-    -------
-    str
-        The address or name to listen at.
-    bool
-        Is it loopback?
-
-    Raises
-    ------
-    ConfigError
-        An argument makes no sense, or see `listen` (EPLB-C009).
+    Notes
+    -----
+    ``host`` None is loopback; ``timeout_s`` limits looking up a name. Returned are the address or name to listen at,
+    and whether it is loopback.
     """
     where, allowed = checked_host(host), checked_ports(ports)
     try:

@@ -31,7 +31,7 @@ class Opened:
     Parameters
     ----------
     store : torch.distributed.Store
-        Of the caller's own.
+        Connected for this caller alone.
     descriptor : int or None
         Of its socket, where it is certain which that is; it belongs to the store.
     address : str
@@ -51,21 +51,12 @@ def checked_limit(timeout_s: object) -> float:
 
 
 def open_again(store: Any, timeout_s: float) -> Opened:
-    """Connect to the store that another connection goes to, in the same namespace.
+    """Connect once more to the store that a connection goes to, in its namespace, within a limit; else StoreGone.
 
-    Parameters
-    ----------
-    store : torch.distributed.Store
-        Of any kind that can be cloned.
-    timeout_s : float
-        Limit of opening it, and of every operation on it; seconds.
-
-    Raises
-    ------
-    StoreGone
-        Nobody answers there.
-    ConfigError
-        It is of a kind that has one connection only (EPLB-C009).
+    Notes
+    -----
+    ``timeout_s`` limits opening it and every operation on it. A store of a kind that has one connection only is refused
+    (EPLB-C009).
     """
     import torch.distributed as dist
 
@@ -101,8 +92,10 @@ def open_client(host: str, port: int, timeout_s: float) -> Opened:
 def _open(make: Callable[[], Any], address: tuple[str, int] | None, timeout_s: float) -> Opened:
     """Make a connection in a thread that is let go at the limit.
 
-    torch connects, greets and waits for an answer in one call, without a limit when the store's process is stopped, so
-    there is no moment in which its socket could be given one before its first byte. `_greet` finds such a process
+    Notes
+    -----
+    torch connects, greets and waits for an answer in one call, and has no limit when the store's process is stopped:
+    there is no moment at which its socket could be given one before its first byte. `_greet` finds such a process
     before torch meets it; the thread is for one that stops in between.
     """
     timeout_s = max(timeout_s, _LEAST_S)
@@ -144,8 +137,10 @@ def _connect(make: Callable[[], Any], address: tuple[str, int] | None, timeout_s
 def _greet(address: tuple[str, int], timeout_s: float) -> None:
     """See whether the process behind an address listens and runs, before torch's own client goes there.
 
-    That client tries a refused port again for its whole timeout, and prints pages of C++ frames meanwhile. A connection
-    that ends without a word is closed by every kind of server, but not by one whose process is stopped.
+    Notes
+    -----
+    That client tries a refused port again for its whole timeout, and prints pages of C++ frames meanwhile. Every kind
+    of server closes a connection that ends without a word, but a stopped process does not.
     """
     at = f"the store at {written(address)}"
     try:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 from eplb_core.control.claims import Claims
 from eplb_core.control.founding import found, locate
 from eplb_core.control.hosts import Location
-from eplb_core.control.lingering import NAMESPACE, Presence, say_it_was_read, stay_until_read
 from eplb_core.control.listen import Ports, checked_ports
 from eplb_core.control.opening import Opened, checked_limit, open_again
+from eplb_core.control.presence import Presence
 from eplb_core.control.store import StoreClient, StoreGone
 from eplb_core.errors import ConfigError
 
@@ -241,47 +240,6 @@ class ControlPlane:
         is named; it may not name one whose address is translated on the way.
         """
         return frozenset() if self._presence is None else self._presence.absent()
-
-    def acknowledge(self, name: str, timeout_s: float | None = None) -> None:
-        """Say that this rank has read what was said about a communicator, or will not: nobody need `linger` for it.
-
-        Does nothing where the store is the host engine's own, or gone.
-        """
-        if self._is_own and not self.hosts_store:
-            with suppress(StoreGone):
-                say_it_was_read(self.client(NAMESPACE, self._seconds(timeout_s)), name, self.rank)
-
-    def linger(self, name: str, timeout_s: float | None = None) -> frozenset[int]:
-        """Stay until the other ranks have read what this rank said about a communicator, when the store lives here.
-
-        Call it on the way out of a failure that was written into the store, before the error is raised that may end
-        this process and the store with it. On a rank that hosts no store it is `acknowledge`: it will not read either.
-
-        Parameters
-        ----------
-        name : str
-            Of the communicator.
-        timeout_s : float or None
-            Limit, seconds.
-
-        Returns
-        -------
-        frozenset of int
-            Ranks that did not `acknowledge` within the limit and are not known to have left.
-        """
-        if self._presence is None:
-            self.acknowledge(name, timeout_s)
-            return frozenset()
-        others = frozenset(range(self.world_size)) - {self.rank}
-        limit_s = self._seconds(timeout_s)
-        try:
-            client = self.client(NAMESPACE, limit_s)
-        except StoreGone:
-            return others
-        return stay_until_read(client, name, self._presence, others, limit_s)
-
-    def _seconds(self, timeout_s: float | None) -> float:
-        return self.timeout_s if timeout_s is None else timeout_s
 
 
 def _is_number(value: object) -> bool:

@@ -54,13 +54,7 @@ class ProcessIdentity:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ProcessIdentity:
-        """Read what `to_json` made.
-
-        Raises
-        ------
-        KeyError, TypeError, ValueError
-            Anything else.
-        """
+        """Read what `to_json` made; KeyError, TypeError or ValueError for anything else."""
         return cls(
             str(data["boot_id"]),
             str(data["pid_namespace"]),

@@ -13,13 +13,11 @@ _TABLE = Path("/proc/self/fd")
 
 
 def connections_to(port: int) -> dict[tuple[int, int], str]:
-    """Return this process's connections to a port, whatever the address.
+    """Return this process's connections to a port: by descriptor and inode, the address of this end.
 
-    Returns
-    -------
-    dict
-        By descriptor and inode (a number of a descriptor comes back, an inode does not for a long time): the address
-        of this end. Empty on systems without /proc.
+    Notes
+    -----
+    The number of a descriptor comes back, an inode does not for a long time. Empty on systems without /proc.
     """
     return {key: written(own) for key, own, peer in _connections() if peer[1] == port and own[1] != port}
 

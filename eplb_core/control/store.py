@@ -16,20 +16,11 @@ class StoreGone(Exception):
 class StoreClient:
     """One connection to the store, in one namespace, for one thread.
 
-    A torch client blocks in ``recv`` for as long as the store's host is silent, whatever its timeout says, so the
-    socket itself was given a receive limit when it was opened; after it ran out the connection is out of step and is
-    not used again.
-
-    Parameters
-    ----------
-    store : torch.distributed.Store
-        A connection of this client's own; see `eplb_core.control.opening.open_again`.
-    prefix : str
-        Namespace of its keys.
-    timeout_s : float
-        Limit of one operation, seconds, which its socket was given.
-    descriptor : int or None
-        Of that socket, where it is known; it belongs to the store.
+    Notes
+    -----
+    A torch client blocks in ``recv`` for as long as the store's host is silent, whatever its timeout says. So the
+    socket was given a receive limit when it was opened (``timeout_s``, seconds); once that ran out, the connection is
+    out of step and is not used again. ``descriptor`` is that socket's, where it is known, and belongs to the store.
     """
 
     def __init__(self, store: Any, prefix: str, timeout_s: float, descriptor: int | None = None) -> None:
@@ -78,7 +69,9 @@ class StoreClient:
     def put_first(self, key: str, value: bytes) -> bytes:
         """Store a value unless the key has one; return what stands there. The only form of compare-and-set used.
 
-        (On a missing key a non-empty expectation comes back as if it had been stored.)
+        Notes
+        -----
+        On a missing key torch returns a non-empty expectation as if it had been stored.
         """
         self.shared.add(key)
         return self._call(lambda: bytes(self._store.compare_set(key, "", value)))

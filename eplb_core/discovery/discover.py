@@ -152,23 +152,7 @@ def discover() -> Catalog:
 
 
 def load_target(target: str) -> Any:
-    """Import what a descriptor's ``target`` or ``options`` names.
-
-    Parameters
-    ----------
-    target : str
-        ``"module:Class"``.
-
-    Returns
-    -------
-    object
-        That attribute of that module.
-
-    Raises
-    ------
-    DiscoveryError
-        EPLB-D006; its ``__cause__`` is what the import raised.
-    """
+    """Import what a descriptor names as ``"module:Class"``; EPLB-D006 from whatever that raises."""
     if not is_target(target):
         raise DiscoveryError("EPLB-D006", target=target, reason="it is not of the form 'module:Class'")
     module, _, path = target.partition(":")

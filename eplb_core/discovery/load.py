@@ -37,26 +37,12 @@ class PluginRaisedError(PluginRejectedError):
 
 
 def contained(doing: str, call: Callable[[], T]) -> T:
-    """Run code of a plugin so that nothing it raises, ``SystemExit`` included, ends the host.
+    """Run a plugin's code so that nothing it raises, ``SystemExit`` included, ends the host.
 
-    Parameters
-    ----------
-    doing : str
-        What is done, for the message.
-    call : callable
-        The plugin's code.
-
-    Returns
-    -------
-    object
-        What `call` returns.
-
-    Raises
-    ------
-    PluginRaisedError
-        From whatever was raised, other than ``KeyboardInterrupt``, which is the user's.
-    PluginRejectedError
-        As raised by `call`.
+    Notes
+    -----
+    What is raised becomes `PluginRaisedError`, with ``doing`` in its message. ``KeyboardInterrupt`` is the user's and
+    passes, and so does `PluginRejectedError`, which says more.
     """
     try:
         return call()
@@ -85,7 +71,9 @@ def attribute(owner: object, path: str) -> Any:
 def discovery_manager() -> pluggy.PluginManager:
     """Build a manager that knows the discovery hooks and no plugin.
 
-    Each plugin gets one of its own: dropping it takes back whatever a failed registration left behind, and no
+    Notes
+    -----
+    Each plugin gets one of its own: dropping the manager takes back what a failed registration left behind, and no
     plugin's wrapper reaches into what another declares.
     """
     manager = pluggy.PluginManager(PROJECT)
@@ -94,22 +82,12 @@ def discovery_manager() -> pluggy.PluginManager:
 
 
 def declared_offers(value: str) -> list[Offer]:
-    """Import a plugin's hook module and ask it what it offers.
+    """Import a plugin's hook module and return what it offers, as (kind, descriptor); else PluginRejectedError.
 
-    Parameters
-    ----------
-    value : str
-        The entry point's value, ``"module"`` or ``"module:attribute"``.
-
-    Returns
-    -------
-    list of (kind, descriptor)
-        At least one, each of this API version and well-formed, no name twice.
-
-    Raises
-    ------
-    PluginRejectedError
-        The plugin cannot be used; ``__cause__`` is what it raised, if it did.
+    Notes
+    -----
+    There is at least one offer, each of this API version and well-formed, no name twice. ``value`` is the entry
+    point's.
     """
     plugin = contained("import", lambda: _load(value))
     manager = discovery_manager()

@@ -27,24 +27,7 @@ class Rejection(NamedTuple):
 
 
 def why_not(info: BackendInfo, *, use_async: bool, device_type: str, elastic: bool) -> str | None:
-    """Say which rule excludes a backend, the first in the order async, device, elastic, available.
-
-    Parameters
-    ----------
-    info : BackendInfo
-        What its plugin declares.
-    use_async : bool
-        Will transfers run from a worker thread beside the model's own kernels?
-    device_type : str
-        ``torch.device.type`` of the weights.
-    elastic : bool
-        Will ranks join after connect?
-
-    Returns
-    -------
-    str or None
-        The reason, or None: it is usable.
-    """
+    """Say which rule excludes a backend, the first of async, device, elastic, available; None: it is usable."""
     rejection = first_rejection(info, need_of(use_async, device_type, elastic))
     return None if rejection is None else rejection.reason
 
@@ -57,7 +40,9 @@ def need_of(use_async: bool, device_type: str, elastic: bool) -> Need:
 def first_rejection(info: BackendInfo, need: Need, *, declared_only: bool = False) -> Rejection | None:
     """Return the first rule that excludes a backend, or None.
 
-    With `declared_only` the rule "available", the only one that calls a plugin's code, is left out.
+    Notes
+    -----
+    ``declared_only`` leaves out the rule "available", the only one that calls a plugin's code.
     """
     for name, rule in _DECLARED if declared_only else _RULES:
         reason = rule(info, need)
@@ -69,7 +54,9 @@ def first_rejection(info: BackendInfo, need: Need, *, declared_only: bool = Fals
 def why_unavailable(info: Info) -> str | None:
     """Say why a backend, staging allocator or policy is not available on this machine, or None.
 
-    Only looks for the modules it requires and asks its ``available``; whatever that raises becomes the reason.
+    Notes
+    -----
+    It looks for the modules that are required and asks ``available``; whatever that raises becomes the reason.
     """
     try:
         missing = contained("looking for its modules", lambda: [m for m in info.requires if not _is_importable(m)])

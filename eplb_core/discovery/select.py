@@ -98,28 +98,12 @@ def resolve(catalog: Catalog, kind: Literal["staging"], name: str) -> StagingInf
 @overload
 def resolve(catalog: Catalog, kind: Literal["policy"], name: str) -> PolicyInfo: ...
 def resolve(catalog: Catalog, kind: Literal["backend", "staging", "policy"], name: str) -> Info:
-    """Look a name up, or say why it is not there.
+    """Look a name up among backends, staging allocators or policies, or raise why it is not there.
 
-    Parameters
-    ----------
-    catalog : Catalog
-        What is installed.
-    kind : {"backend", "staging", "policy"}
-        What is looked for.
-    name : str
-        Its name.
-
-    Returns
-    -------
-    BackendInfo, StagingInfo or PolicyInfo
-        What its plugin declares; whether it is usable here is another question.
-
-    Raises
-    ------
-    DiscoveryError
-        EPLB-D002: claimed by more than one distribution.
-    ConfigError
-        EPLB-C006, -C011 or -C012: unknown. ``__cause__`` is the failure of the plugin of that name, if it has one.
+    Notes
+    -----
+    EPLB-D002: several distributions claim it. EPLB-C006, -C011 or -C012: unknown, with the failure of the plugin of
+    that name as ``__cause__``. Whether what is found is usable here is another question.
     """
     if (kind, name) in catalog.conflicts:
         raise conflict_error(kind, name, catalog.conflicts[kind, name])

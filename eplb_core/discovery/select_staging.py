@@ -27,35 +27,13 @@ DEFAULT = "torch"
 def build_allocator(
     config: EPLBConfig, catalog: Catalog, *, weights: torch.device, landing_device: str, backend: str
 ) -> StagingAllocator:
-    """Find, check, probe and build the allocator that a configuration names, and say in a log line which it is.
+    """Find, check, probe and build the staging allocator that a configuration names, and log which it is.
 
-    Another one is never taken instead.
-
-    Parameters
-    ----------
-    config : EPLBConfig
-        ``staging`` is read; None is torch's own allocator.
-    catalog : Catalog
-        What is installed.
-    weights : torch.device
-        Where the weights live.
-    landing_device : {"weights", "host"}
-        Where the backend stages.
-    backend : str
-        Its name, for messages.
-
-    Returns
-    -------
-    StagingAllocator
-
-    Raises
-    ------
-    ConfigError
-        EPLB-C011: no such allocator. EPLB-C014: it cannot be used here, for these weights, or with this backend.
-    EplbError
-        What the allocator's own ``probe`` raises.
-    DiscoveryError
-        EPLB-D002: the name is claimed by more than one distribution. EPLB-D006: its class cannot be imported.
+    Notes
+    -----
+    Another one is never taken instead: a host that named page-locked memory would otherwise lose it without a word.
+    Raises EPLB-C011 (no such allocator), EPLB-C014 (it does not fit this machine, these weights or this backend),
+    EPLB-D002, EPLB-D006, or what the allocator's own ``probe`` raises as an `EplbError`.
     """
     name = config.staging or DEFAULT
     info = resolve(catalog, "staging", name)
@@ -86,23 +64,11 @@ def _probe(name: str, target: Any, weights: torch.device) -> Mapping[str, str]:
 
 
 def why_unfit(info: StagingInfo, device_type: str, staged_on: str | None = None, backend: str = "") -> str | None:
-    """Say why an allocator cannot serve, or None.
+    """Say why an allocator cannot serve, the first reason in the order device, memory, available; else None.
 
-    Parameters
-    ----------
-    info : StagingInfo
-        What its plugin declares.
-    device_type : str
-        ``torch.device.type`` of the weights.
-    staged_on : {"host", "device"} or None
-        Where the backend stages; None asks about weights and machine alone.
-    backend : str
-        Its name, for the reason.
-
-    Returns
-    -------
-    str or None
-        The first reason in the order device, memory, available.
+    Notes
+    -----
+    ``staged_on`` None asks about weights and machine alone.
     """
     if not {"*", device_type} & set(info.device_types):
         return f"it stages for {', '.join(info.device_types)}, not for {device_type}"

@@ -711,14 +711,6 @@ _add(
 # --- B: bench and demo ------------------------------------------------------------------------------------------------
 
 _add(
-    "EPLB-B001",
-    "Backend error: {0}",
-    meaning="The backend under test failed.",
-    when="While a bench runs; reserved, for no command of this release raises it.",
-    situations=["the backend is not usable on this machine"],
-    solutions=["run 'eplb backends'"],
-)
-_add(
     "EPLB-B002",
     "Endpoint not ready after {0}s: {1}",
     meaning="A rank of the bench did not come up in time.",

@@ -52,26 +52,11 @@ def commit_copies(
     landing: LandingMemory,
     slot: int,
 ) -> CommitCopies:
-    """Lay out the commit of one layer on this rank.
+    """Lay out the commit of one layer on this rank: local copies level by level, received rows, duplicates of these.
 
-    Parameters
-    ----------
-    row_views : ``[num_tensors][num_local_physical_experts]`` of torch.Tensor
-        Live rows, uint8.
-    geometry : LayerGeometry
-        Of the layer.
-    plan : CommitPlan
-        Local moves in place, level by level, then received rows, then duplicates of them.
-    receives : MoveColumns
-        Where each received row lies.
-    landing : LandingMemory
-        Holds them.
-    slot : int
-        Which slot.
-
-    Returns
-    -------
-    CommitCopies
+    Notes
+    -----
+    ``row_views`` are the live rows, uint8, ``[num_tensors][num_local_physical_experts]``.
     """
     moving = geometry.moving.tolist()
     sizes = geometry.nbytes.tolist()

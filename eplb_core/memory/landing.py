@@ -17,22 +17,10 @@ if TYPE_CHECKING:
 class LandingMemory:
     """``staging_layers`` slots, each big enough for what one rank receives of any layer, and spare rows.
 
-    Parameters
-    ----------
-    layout : Layout
-        What is registered.
-    staging_layers : int
-        Slots, 1 or 2.
-    landing_layout : {"rows", "packed_by_peer"}
-        How the backend lays rows out in a slot.
-    landing_device : torch.device
-        Where the slots are.
-    num_peers : int
-        Most ranks one slot receives from.
-    allocator : StagingAllocator
-        Owner of the memory.
-    host_landing : list of list of torch.Tensor or None
-        The host's own landing rows, ``[staging_layers][num_tensors]`` uint8 ``[rows, nbytes]``; "rows" layout only.
+    Notes
+    -----
+    The allocator owns the slots, unless the host gave landing rows of its own: uint8 ``[staging_layers][num_tensors]``
+    of ``[rows, nbytes]``, for "rows" landing only. ``num_peers`` is the most ranks that one slot receives from.
     """
 
     def __init__(
@@ -70,8 +58,10 @@ class LandingMemory:
     def spare_row(self, tensor: int, nbytes: int) -> torch.Tensor:
         """Return the spare row of a tensor, uint8 ``[nbytes]``, on the weights' device.
 
-        A cycle of local moves is opened by saving one of its rows. There is a spare row for each tensor that has ever
-        needed one, made while a commit is laid out, before its vote: a commit allocates nothing.
+        Notes
+        -----
+        Saving one of its rows opens a cycle of local moves. A tensor gets its spare row when the first commit that
+        needs one is laid out, before the vote: a commit allocates nothing.
         """
         spare = self._spare.get(tensor)
         if spare is None:
@@ -94,14 +84,11 @@ class LandingMemory:
         return [slot_bytes[start:end] for start, end in zip(receives.landing_offset.tolist(), ends, strict=True)]
 
     def release(self, events: Mapping[int, object] | None = None, rest: object | None = None) -> None:
-        """Give the slots back to their allocator.
+        """Give the slots back to their allocator, each guarded by the event after which nothing touches it.
 
-        Parameters
-        ----------
-        events : mapping of int to event or None
-            By slot: the recorded event after which nothing reads or writes it.
-        rest : event or None
-            The same for the slots that `events` does not name; None: nothing touches them now.
+        Notes
+        -----
+        ``events`` is by slot, ``rest`` is for all other slots; None: nothing touches them now.
         """
         blocks, self._blocks, self.slots = self._blocks, [], []
         for slot, block in enumerate(blocks):

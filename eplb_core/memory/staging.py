@@ -17,24 +17,16 @@ from eplb_core.report import StagingStats
 class TorchStaging:
     """Landing and send buffers from torch's allocators, which keep their own pools of device and of pinned memory.
 
-    Host memory is pinned when the weights are on a CUDA device, or on another accelerator for which torch can pin, so
-    that copies to and from it can be asynchronous.
-
-    Parameters
-    ----------
-    device : torch.device
-        Where the weights lie.
-
-    Attributes
-    ----------
-    pins_host_memory : bool
-        Is host memory pinned?
+    Notes
+    -----
+    Host memory is pinned when the weights are on a CUDA device, or on another accelerator for which torch can pin:
+    copies to and from it can then be asynchronous. ``pins_host_memory`` says whether.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pins_host_memory = _can_pin(device)
-        self._leases = BlockAccounts()
+        self._accounts = BlockAccounts()
 
     @classmethod
     def probe(cls, device: torch.device) -> Mapping[str, str]:
@@ -44,32 +36,14 @@ class TorchStaging:
         return {"torch": torch.__version__, "host memory": "pinned" if staging.pins_host_memory else "not pinned"}
 
     def allocate(self, nbytes: int, device: torch.device) -> StagingBlock:
-        """Return a block on a device.
-
-        Parameters
-        ----------
-        nbytes : int
-            Size; 0 is allowed.
-        device : torch.device
-            The weights' device, or the CPU for host memory fit for it.
-
-        Returns
-        -------
-        StagingBlock
-            uint8 ``[nbytes]``, contiguous, starting at a multiple of 64 bytes, contents undefined.
-
-        Raises
-        ------
-        TransferError
-            EPLB-T010: a size below 0, a device of neither kind, or no memory left.
-        """
+        """Return a contiguous uint8 block, 64-byte aligned, on the weights' device or the CPU; else EPLB-T010."""
         nbytes = operator.index(nbytes)
         if nbytes < 0:
             raise TransferError("EPLB-T010", problem=f"{nbytes} bytes were asked for")
         host = device.type == "cpu"
         if not host and (device.type != self.device.type or device.index not in {None, self.device.index}):
             raise TransferError("EPLB-T010", problem=f"{device} was asked for where the weights are on {self.device}")
-        self._leases.let_go()
+        self._accounts.let_go()
         try:
             # Outside of inference mode, whatever the host builds in: a block made there could not be written later.
             with torch.inference_mode(mode=False):
@@ -85,32 +59,25 @@ class TorchStaging:
                 f" {held.nbytes_pool} waiting for an event"
             )
             raise TransferError("EPLB-T010", problem=problem, detail=str(error).partition("\n")[0]) from error
-        return self._leases.grant(data)
+        return self._accounts.grant(data)
 
     def release(self, block: StagingBlock, event: object | None = None) -> None:
-        """Take a block back.
+        """Take a block back, once; its memory is kept until the event has happened, if one is given; else EPLB-T010.
 
-        Parameters
-        ----------
-        block : StagingBlock
-            One of this allocator's, not released before. Its memory goes back to torch when nothing else refers to it.
-        event : object or None
-            A recorded device event, such as `torch.cuda.Event`: anything whose ``query()`` says whether what reads or
-            writes the block has completed. Until then the memory is kept.
-
-        Raises
-        ------
-        TransferError
-            EPLB-T010: another allocator's block, one released before, or an event that cannot be asked.
+        Notes
+        -----
+        An event is anything whose ``query()`` says whether what reads or writes the block has completed.
         """
-        self._leases.take_back(block, event)
+        self._accounts.take_back(block, event)
 
     def stats(self) -> StagingStats:
         """Return bytes of blocks handed out now and at the peak, and of released ones that wait for their event.
 
+        Notes
+        -----
         What torch's own pools round up or cache is not known here.
         """
-        return self._leases.stats()
+        return self._accounts.stats()
 
 
 def _can_pin(device: torch.device) -> bool:

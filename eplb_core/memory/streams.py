@@ -13,16 +13,11 @@ if TYPE_CHECKING:
 
 
 class Streams:
-    """The streams of one communicator.
+    """The streams of one communicator; on CPU there are none, and nothing is waited for.
 
-    Parameters
-    ----------
-    device : torch.device
-        Where the weights live.
-    stream : torch.Stream or None
-        For the backend's own copies; None is a stream of our own, or nothing on CPU.
-    timeout_s : float
-        Limit of a wait for the device, seconds.
+    Notes
+    -----
+    ``side`` is for the backend's own copies: the host's ``stream``, or one of our own.
     """
 
     def __init__(self, device: torch.device, stream: Any | None, timeout_s: float) -> None:
@@ -44,15 +39,12 @@ class Streams:
         event.record(torch.accelerator.current_stream(self._device))
         return event
 
-    def settle(self, events: Iterable[Any]) -> None:
-        """Block this thread until events of `mark` have happened on the device.
+    def wait_for(self, events: Iterable[Any]) -> None:
+        """Block this thread until events of `mark` have happened, at most the communicator's limit (EPLB-T002).
 
-        Polls, for ``synchronize`` has no limit and a device may hang.
-
-        Raises
-        ------
-        StalledError
-            The device did not come to one within the limit (EPLB-T002).
+        Notes
+        -----
+        It polls: ``synchronize`` has no limit, and a device may hang.
         """
         until = time.monotonic() + self._timeout_s
         for event in events:

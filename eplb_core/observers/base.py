@@ -30,11 +30,11 @@ class Step:
         "transfer" and "wait": the hook of that name. "vote": from this rank's ballot until the layer is committed or
         aborted here; the commit's copies, and what ran meanwhile for the next layer, are part of it.
     plan : TransferPlan
-        Of the layer, this rank's share.
+        What this rank sends and receives in the layer.
     began_ns, ended_ns : int
         `time.perf_counter_ns`.
     receipt : TransferReceipt or None
-        Of a wait that succeeded.
+        What a wait that succeeded returned; else None.
     error : BaseException or None
         What the hook raised.
     aborted : bool

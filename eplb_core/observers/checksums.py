@@ -97,23 +97,12 @@ def digest(row: torch.Tensor) -> int:
 
 
 def compare(layer: int, evidence: Mapping[int, bytes], tensor_names: Sequence[str] = ()) -> None:
-    """Compare what every rank says it sent with what its peers say landed.
+    """Compare what every rank says it sent with what its peers say landed; ``evidence`` is by rank.
 
-    Parameters
-    ----------
-    layer : int
-        For messages.
-    evidence : Mapping[int, bytes]
-        By rank, from `Checksums` of that rank.
-    tensor_names : sequence of str
-        See `Checksums`.
-
-    Raises
-    ------
-    TransferError
-        EPLB-T011, naming layer, tensor, ranks and row; EPLB-T012, a rank gave no digests, or other rows than its peer.
-    MetadataError
-        EPLB-M005, evidence that cannot be read.
+    Notes
+    -----
+    EPLB-T011 names layer, tensor, ranks and row. EPLB-T012: a rank gave no digests, or other rows than its peer.
+    EPLB-M005: evidence that cannot be read.
     """
     entries = {rank: _decode(rank, value) for rank, value in evidence.items()}
     pairs = {
@@ -195,7 +184,9 @@ def _level(entries: Entries) -> int:
 def _coarse(entries: Entries, level: int) -> Entries:
     """Return one digest, of the digests, for each (pair, tensor) at level 1 and each pair at level 2.
 
-    Both ends come to the same one, for the rows of a pair are in one order at both, by tensor, then by source row.
+    Notes
+    -----
+    Both ends come to the same one: the rows of a pair are in one order at both, by tensor, then by source row.
     """
     for at in range(_level(entries), level if len(entries) else 0):
         keys = entries[["sent", "peer"] if at else ["sent", "peer", "tensor"]]

@@ -37,7 +37,7 @@ class Counts:
     aborts : dict of str to int
         Rearrangements that ended in an aborted layer, by error code.
     rows_received, rows_sent, nbytes_received, nbytes_sent : int
-        Of layers whose wait succeeded.
+        Counted for layers whose wait succeeded.
     steps, seconds, failures : dict of str to int or float
         By step ("transfer", "wait", "vote", see `Step`): how many ended, their seconds together, and how many of them
         raised, or for "vote" came to an abort.

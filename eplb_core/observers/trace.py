@@ -50,7 +50,7 @@ class ChromeTrace(Observer):
     Parameters
     ----------
     rank : int
-        Of the communicator.
+        This rank, which the trace shows as a process of its own.
     max_records : int
         Most spans and instants kept; the oldest go first. One takes less than 1 KiB.
 

@@ -6,5 +6,6 @@ from eplb_core.backend.transfer import MoveColumns, TransferPlan
 from eplb_core.plan.in_place import CommitPlan
 from eplb_core.plan.maps import check_maps
 from eplb_core.plan.placement import PlacementPlan, plan_moves
+from eplb_core.plan.rules import TransferRules
 
-__all__ = ["CommitPlan", "MoveColumns", "PlacementPlan", "TransferPlan", "check_maps", "plan_moves"]
+__all__ = ["CommitPlan", "MoveColumns", "PlacementPlan", "TransferPlan", "TransferRules", "check_maps", "plan_moves"]

@@ -1,4 +1,4 @@
-"""How one rank puts a layer in place: in-place copies along the chains of its rows, ordered so that nothing is lost."""
+"""How one rank puts a layer in place: copies among its rows, in an order in which nothing is lost."""
 
 from __future__ import annotations
 
@@ -35,22 +35,13 @@ class CommitPlan:
 
 
 def order_copies(destination: IntArray, source: IntArray, spare: int) -> tuple[IntArray, IntArray]:
-    """Order copies within one set of rows so that they can be made in place.
+    """Order copies within one set of rows so that they can be made in place: the arrays of a `CommitPlan`.
 
-    Every row has at most one source, so what remains once the rows that nobody still needs have been written, level by
-    level, is a set of disjoint cycles; each is opened by saving one of its rows.
-
-    Parameters
-    ----------
-    destination, source : IntArray
-        ``[num_copies]``, destinations all different.
-    spare : int
-        Number of the spare row.
-
-    Returns
-    -------
-    copies, level_starts : IntArray
-        See `CommitPlan`.
+    Notes
+    -----
+    ``destination`` and ``source`` are ``[num_copies]``, destinations all different; ``spare`` is the number of the
+    spare row. A row is written once nobody still needs what it holds, level by level. Every row has at most one source,
+    so what is then left is a set of disjoint cycles; saving one of its rows opens each.
     """
     pending = dict(zip(destination.tolist(), source.tolist(), strict=True))
     readers: dict[int, int] = defaultdict(int)

@@ -61,23 +61,7 @@ def _checked(name: str, given: object, shape: tuple[int, int], whose: str) -> In
 
 
 def map_digest(array: npt.ArrayLike) -> bytes:
-    """Digest a map.
-
-    Parameters
-    ----------
-    array : array_like of int
-        Any shape, integer dtype and strides.
-
-    Returns
-    -------
-    bytes
-        16 bytes over the shape and the values as int64.
-
-    Raises
-    ------
-    PlanError
-        EPLB-P001 when the values are no integers, or do not fit int64.
-    """
+    """Digest the shape of a map and its values as int64: 16 bytes, whatever its dtype and strides; else EPLB-P001."""
     values = np.asarray(array)
     if values.dtype.kind not in "iu":
         raise PlanError("EPLB-P001", problem=f"it holds {values.dtype}, not integers")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from eplb_core.arrays import IntArray, aligned, frozen
 from eplb_core.backend import MoveColumns
+from eplb_core.plan.rules import TransferRules
 from eplb_core.weights.layout import LayerGeometry
 
 
-class LayerShare(NamedTuple):
+class LayerMoves(NamedTuple):
     """What of a `TransferPlan` follows from the maps; its fields are described there."""
 
     sends: MoveColumns
@@ -25,8 +26,10 @@ class LayerShare(NamedTuple):
 class Moves(NamedTuple):
     """Experts that cross ranks, int64 columns ``[num_moves]`` ordered by (src, dst, source row).
 
-    Several layers lie side by side: rank r of the i-th is number ``i * world_size + r``. Ranks of different layers have
-    nothing to do with each other, so whatever holds for the ranks of one layer holds for all of them together.
+    Notes
+    -----
+    Several layers lie side by side: rank r of the i-th is number ``i * world_size + r``. Ranks of different layers
+    never exchange anything, so one pass plans all layers, and comes to the same as one pass for each.
     """
 
     src: IntArray
@@ -54,19 +57,10 @@ class _Rows(NamedTuple):
     nbytes: IntArray
 
 
-def layer_shares(
-    moves: Moves,
-    num_layers: int,
-    world_size: int,
-    rank: int,
-    geometry: LayerGeometry,
-    *,
-    landing_layout: Literal["rows", "packed_by_peer"],
-    coalesce_nbytes: int,
-    max_ops_per_batch: int | None,
-    one_peer_per_batch: bool,
-) -> list[LayerShare]:
-    """Return one rank's share of each of some layers that have the same geometry.
+def layer_moves(
+    moves: Moves, num_layers: int, world_size: int, rank: int, geometry: LayerGeometry, rules: TransferRules
+) -> list[LayerMoves]:
+    """Return what one rank sends and receives in each of ``num_layers`` layers of one geometry, in canonical order.
 
     Parameters
     ----------
@@ -78,27 +72,21 @@ def layer_shares(
         Whose shares.
     geometry : LayerGeometry
         Of every one of the layers.
-    landing_layout : {"rows", "packed_by_peer"}
-        See `eplb_core.backend.Backend`.
-    coalesce_nbytes : int
-        Rows below it travel packed ("packed_by_peer").
-    max_ops_per_batch : int or None
-        None puts all into batch 0.
-    one_peer_per_batch : bool
-        At most one peer per rank and batch.
+    rules : TransferRules
+        How moves are cut, and where they land.
 
     Returns
     -------
-    list of LayerShare
+    list of LayerMoves
         ``[num_layers]``, columns in canonical order; 0 batches where nothing moves.
     """
     pairs = _pairs(moves)
     num_tensors = len(geometry.moving)
     mine = (pairs.src % world_size == rank) | (pairs.dst % world_size == rank)
-    if landing_layout == "packed_by_peer":
+    if rules.landing_layout == "packed_by_peer":
         # What a source packs depends on all that it sends, and where a row lands on all that its receiver gets.
         rows = _rows(pairs, geometry)
-        message, offset = _packed(moves, pairs, rows, geometry, coalesce_nbytes)
+        message, offset = _packed(moves, pairs, rows, geometry, rules.coalesce_nbytes)
         keep = mine[rows.pair]
         rows = _Rows(*(column[keep] for column in rows))
         message, offset = message[keep], offset[keep]
@@ -110,8 +98,8 @@ def layer_shares(
     per_layer = np.bincount(pairs.src // world_size, pairs.size * num_tensors, num_layers).astype(np.int64)
     num_batches = (per_layer > 0).astype(np.int64)
     batch = np.zeros_like(message)
-    if max_ops_per_batch is not None and per_layer.any():
-        of_row = _batches(pairs, num_tensors, max_ops_per_batch, one_peer_per_batch)
+    if rules.max_ops_per_batch is not None and per_layer.any():
+        of_row = _batches(pairs, num_tensors, rules.max_ops_per_batch, rules.one_peer_per_batch)
         batch = of_row[np.repeat(mine, pairs.size * num_tensors)]
         np.maximum.at(num_batches, np.repeat(np.arange(num_layers), per_layer), of_row + 1)
     layer, src = np.divmod(moves.src[rows.move], world_size)
@@ -123,7 +111,7 @@ def layer_shares(
     receives = _by_layer(
         layer[received], num_layers, [c[received] for c in (src, rows.tensor, dst_row, src_row, *others)]
     )
-    return [LayerShare(*share) for share in zip(sends, receives, num_batches.tolist(), strict=True)]
+    return [LayerMoves(*share) for share in zip(sends, receives, num_batches.tolist(), strict=True)]
 
 
 def _pairs(moves: Moves) -> Pairs:
@@ -183,11 +171,13 @@ def _packed(
 
 
 def _batches(pairs: Pairs, num_tensors: int, limit: int, one_peer: bool) -> IntArray:
-    """Return the batch of every row of whole layers.
+    """Return the batch of every row of whole layers: the first one with room at both its ends.
 
-    A row goes into the first batch with room at both its ends. Rows of a pair follow one another and have the same
-    ends, so they fill batch after batch: the loop is over (pair, batch). A set of batches is the bits of one integer;
-    keys are plain integers too, for thousands of small containers would wake the garbage collector.
+    Notes
+    -----
+    Rows of a pair follow one another and have the same ends, so they fill batch after batch: the loop is over (pair,
+    batch). A set of batches is the bits of one integer, and keys are plain integers too: thousands of small containers
+    would wake the garbage collector.
     """
     full: dict[int, int] = defaultdict(int)  # by rank: batches without room
     taken: dict[int, int] = defaultdict(int)  # by rank: batches in which it has a peer

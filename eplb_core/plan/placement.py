@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from eplb_core.arrays import IntArray, frozen
 from eplb_core.backend import TransferPlan
 from eplb_core.errors import PlanError
 from eplb_core.plan.in_place import CommitPlan, order_copies
-from eplb_core.plan.messages import LayerShare, Moves, layer_shares
-from eplb_core.plan.replicas import Experts, choose_holders, match_within_ranks, ordered
+from eplb_core.plan.members import held_nowhere, without_absent
+from eplb_core.plan.messages import LayerMoves, Moves, layer_moves
+from eplb_core.plan.replicas import choose_holders, match_within_ranks, ordered
+from eplb_core.plan.rules import TransferRules
 from eplb_core.weights.layout import LayerGeometry
-
-BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,15 +69,11 @@ class PlacementPlan:
         layer: int,
         rank: int,
         geometry: LayerGeometry,
+        rules: TransferRules,
         *,
         generation: int,
         sequence: int,
         slot: int,
-        landing_layout: Literal["rows", "packed_by_peer"],
-        coalesce_nbytes: int,
-        batched: bool,
-        max_ops_per_batch: int,
-        migration_batching: bool,
     ) -> TransferPlan:
         """Return what one rank sends and receives in one layer; both ends of a move compute the same of it.
 
@@ -88,25 +82,11 @@ class PlacementPlan:
         layer, rank : int
             Which layer, for whom.
         geometry : LayerGeometry
-            Of the layer.
+                    The layer's tensors.
+        rules : TransferRules
+            How its moves are cut, and where they land.
         generation, sequence, slot : int
-            See `TransferPlan`; passed on.
-        landing_layout : {"rows", "packed_by_peer"}
-            ``"rows"``: a row lands at ``geometry.offsets[tensor] + row * nbytes``, every row is a message.
-            ``"packed_by_peer"``: per receiver, sources and their messages follow one another, each message 64-byte
-            aligned. Of each (source, destination) pair the packed rows are one message, number 0, and every other row
-            is one of its own. A row is packed when it is small and its source still has room: one slot of
-            ``geometry.nbytes_rows`` holds each distinct row once, what then remains goes to small rows that leave
-            for a further receiver, in canonical order, until one does not fit.
-        coalesce_nbytes : int
-            Rows below it are small; 0 packs nothing.
-        batched : bool
-            Cut the moves into batches: each one goes, in canonical order, into the first batch in which both its ends
-            have fewer than `max_ops_per_batch` operations.
-        max_ops_per_batch : int
-            Most sends and receives of a rank in one batch.
-        migration_batching : bool
-            With `batched`, additionally at most one peer per rank and batch.
+            Passed on to the `TransferPlan`.
 
         Returns
         -------
@@ -119,44 +99,28 @@ class PlacementPlan:
             EPLB-P007, an argument is out of range.
         """
         self._check_layer(layer)
-        (share,) = self.shares(
-            layer,
-            layer + 1,
-            geometry,
-            rank=rank,
-            landing_layout=landing_layout,
-            coalesce_nbytes=coalesce_nbytes,
-            batched=batched,
-            max_ops_per_batch=max_ops_per_batch,
-            migration_batching=migration_batching,
-        )
+        (share,) = self.layer_moves(layer, layer + 1, geometry, rank=rank, rules=rules)
         return TransferPlan(generation, sequence, layer, slot, *share)
 
-    def shares(
-        self,
-        first: int,
-        stop: int,
-        geometry: LayerGeometry,
-        *,
-        rank: int,
-        landing_layout: Literal["rows", "packed_by_peer"],
-        coalesce_nbytes: int,
-        batched: bool,
-        max_ops_per_batch: int,
-        migration_batching: bool,
-    ) -> list[LayerShare]:
+    def layer_moves(
+        self, first: int, stop: int, geometry: LayerGeometry, *, rank: int, rules: TransferRules
+    ) -> list[LayerMoves]:
         """Return what one rank sends and receives in each of some layers of one geometry, which is cheaper by far.
 
         Parameters
         ----------
         first, stop : int
             The layers from `first` to ``stop - 1``.
-        geometry, rank, landing_layout, coalesce_nbytes, batched, max_ops_per_batch, migration_batching
-            See `transfer_plan`.
+                geometry : LayerGeometry
+            The tensors of every one of them.
+        rank : int
+            For whom.
+        rules : TransferRules
+            How moves are cut, and where they land.
 
         Returns
         -------
-        list of LayerShare
+        list of LayerMoves
             ``[stop - first]``.
 
         Raises
@@ -173,22 +137,15 @@ class PlacementPlan:
                 problem=f"layer {first} has {geometry.num_local_physical_experts} experts per rank, "
                 f"the maps {self.num_local_physical_experts}",
             )
-        if landing_layout not in {"rows", "packed_by_peer"}:
-            raise PlanError("EPLB-P007", problem=f"landing_layout is {landing_layout!r}")
-        if batched and max_ops_per_batch < 1:
-            raise PlanError("EPLB-P007", problem=f"max_ops_per_batch is {max_ops_per_batch}")
         part = slice(self.layer_starts[first], self.layer_starts[stop])
         number = (self.layer[part] - first) * self.world_size
-        return layer_shares(
+        return layer_moves(
             Moves(self.src[part] + number, self.dst[part] + number, self.src_row[part], self.dst_row[part]),
             stop - first,
             self.world_size,
             rank,
             geometry,
-            landing_layout=landing_layout,
-            coalesce_nbytes=coalesce_nbytes,
-            max_ops_per_batch=max_ops_per_batch if batched else None,
-            one_peer_per_batch=migration_batching,
+            rules,
         )
 
     def commit_plan(self, layer: int, rank: int) -> CommitPlan:
@@ -283,7 +240,7 @@ def plan_moves(
     shape = (num_layers, world_size, num_slots // world_size)
     before, after = old.reshape(shape), new.reshape(shape)
     if members is not None:
-        before = _without_absent(before, after, _present(members, world_size))
+        before = without_absent(before, after, members)
     held, wanted, local, duplicate = match_within_ranks(before, after)
     served = []
     if nodes is not None:
@@ -291,7 +248,7 @@ def plan_moves(
         served.append(near)
     anywhere, missing = choose_holders(held, wanted, np.zeros(world_size, np.int64))
     if len(missing.layer):
-        raise _held_nowhere(missing, old, num_slots // world_size)
+        raise held_nowhere(missing, old, num_slots // world_size)
     served.append(anywhere)
     layer, src, dst, src_row, dst_row = ordered(*(np.concatenate(parts) for parts in zip(*served, strict=True)))
 
@@ -312,37 +269,7 @@ def plan_moves(
     )
 
 
-def _present(members: Sequence[int], world_size: int) -> BoolArray:
-    present = np.zeros(world_size, bool)
-    for rank in members:
-        if not 0 <= rank < world_size:
-            raise PlanError("EPLB-P007", problem=f"member {rank} is no rank of a world of {world_size}")
-        present[rank] = True
-    return present
-
-
 def _node_of(nodes: Sequence[int], world_size: int) -> IntArray:
     if len(nodes) != world_size:
         raise PlanError("EPLB-P007", problem=f"{len(nodes)} nodes are given for {world_size} ranks")
     return np.unique(np.asarray(nodes), return_inverse=True)[1].astype(np.int64).reshape(-1)
-
-
-def _without_absent(before: IntArray, after: IntArray, present: BoolArray) -> IntArray:
-    asked = np.argwhere((after >= 0).any(axis=2) & ~present)
-    if len(asked):
-        layer, rank = asked[0].tolist()
-        experts = after[layer, rank]
-        detail = f"The new map puts expert {experts[experts >= 0][0]} on it."
-        raise PlanError("EPLB-P005", layer=layer, rank=rank, detail=detail)
-    return np.where(present[:, None], before, -1)
-
-
-def _held_nowhere(missing: Experts, old: IntArray, num_rows: int) -> PlanError:
-    layer, expert, rank = (int(column[0]) for column in (missing.layer, missing.expert, missing.rank))
-    detail = []
-    absent = np.unique(np.flatnonzero(old[layer] == expert) // num_rows).tolist()
-    if absent:
-        detail.append(f"Only ranks {absent} hold it in the old map, and they are no members.")
-    if len(missing.layer) > 1:
-        detail.append(f"{len(missing.layer) - 1} more needs cannot be served.")
-    return PlanError("EPLB-P002", layer=layer, expert=expert, rank=rank, detail=" ".join(detail))

@@ -1,41 +1,33 @@
-"""One rank's share of a rearrangement, worked out for several small layers at a time."""
+"""What one rank sends and receives of a rearrangement, worked out for several small layers at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from eplb_core.plan.messages import LayerShare
+from eplb_core.plan.messages import LayerMoves
 from eplb_core.weights.layout import LayerGeometry
 
 if TYPE_CHECKING:
     from eplb_core.plan.placement import PlacementPlan
 
 
-class RankShares:
-    """What one rank sends and receives, layer by layer.
+class RankMoves:
+    """What one rank sends and receives, layer by layer, worked out for several small layers at a time.
 
-    Planning a layer of few moves takes some sixty numpy calls of a microsecond each, and as many for sixteen such
-    layers together, so neighbours of one geometry are planned at once, up to some thousand rows; larger layers one by
-    one, each when it is asked for, so that a plan of any size takes the memory of one layer.
-
-    Parameters
-    ----------
-    plan : PlacementPlan
-        Of all layers and ranks.
-    geometries : sequence of LayerGeometry
-        ``[num_layers]``; equal ones are one object.
-    work_out : callable
-        ``(first, stop, geometry)`` to the shares of those layers: `PlacementPlan.shares` of the rank and the backend.
-    rows_at_a_time : int
-        Most tensor rows of all ranks that are worked out at once, unless one layer has more.
+    Notes
+    -----
+    A layer of few moves takes some sixty numpy calls of a microsecond each, and sixteen such layers together take no
+    more. So neighbours of one geometry are planned together, up to ``rows_at_a_time`` tensor rows of all ranks; a
+    larger layer is planned alone, when it is asked for, and a plan of any size takes the memory of one layer.
+    ``work_out(first, stop, geometry)`` is `PlacementPlan.layer_moves` with rank and backend filled in.
     """
 
     def __init__(
         self,
         plan: PlacementPlan,
         geometries: Sequence[LayerGeometry],
-        work_out: Callable[[int, int, LayerGeometry], list[LayerShare]],
+        work_out: Callable[[int, int, LayerGeometry], list[LayerMoves]],
         rows_at_a_time: int = 1 << 14,
     ) -> None:
         self._starts = plan.layer_starts
@@ -43,16 +35,10 @@ class RankShares:
         self._work_out = work_out
         self._rows_at_a_time = rows_at_a_time
         self._first = 0
-        self._known: list[LayerShare] = []
+        self._known: list[LayerMoves] = []
 
-    def of(self, layer: int) -> LayerShare:
-        """Return the share of a layer; in ascending order each is worked out once.
-
-        Raises
-        ------
-        PlanError
-            See `PlacementPlan.shares`.
-        """
+    def of(self, layer: int) -> LayerMoves:
+        """Return what the rank sends and receives in a layer; in ascending order each is worked out once."""
         if not self._first <= layer < self._first + len(self._known):
             self._known = self._work_out(layer, self._stop(layer), self._geometries[layer])
             self._first = layer

@@ -14,7 +14,7 @@ from eplb_core.backend import Event
 from eplb_core.errors import EplbError, MetadataError, PlanError, error_for
 from eplb_core.plan import PlacementPlan, check_maps, plan_moves
 from eplb_core.plan.maps import map_digest
-from eplb_core.voting.meeting import all_agree
+from eplb_core.voting.vote import all_agree
 from eplb_core.wire.ballots import Ballot
 
 if TYPE_CHECKING:
@@ -119,8 +119,8 @@ def agree(epoch: Epoch, proposal: Proposal | EplbError, torn: Callable[[EplbErro
                 torn(error)
         raise
     if decision.commit:
-        members.forget()
-    members.forget_later([vote], extra=[_first_key(members)])
+        members.keys.forget()
+    members.keys.forget_later([vote], extra=[_first_key(members)])
     if not decision.commit or isinstance(proposal, EplbError):
         error = decision.error or error_for("EPLB-T007", rank=decision.by, where=where, reason="no reason given")
         raise error from (refusal if refusal is not error else None)

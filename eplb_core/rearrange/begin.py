@@ -9,7 +9,7 @@ from typing import NoReturn
 import numpy.typing as npt
 
 from eplb_core.control.store import StoreGone
-from eplb_core.errors import EplbError, PeerLostError, PlanError, StalledError, error_for
+from eplb_core.errors import CommitError, EplbError, PeerLostError, PlanError, StalledError, error_for
 from eplb_core.rearrange.agree import Proposal, agree, propose
 from eplb_core.rearrange.link import all_pairs, link
 from eplb_core.rearrange.lives import Lives
@@ -40,7 +40,7 @@ def begin(lives: Lives, state: CommunicatorState, old_map: npt.ArrayLike, new_ma
         raise PlanError("EPLB-P004", problem=problem)
     # What the caller has enqueued (loading weights, the last commits' copies) is done before anyone reads.
     streams = lives.epoch.setup.streams
-    streams.settle([streams.mark(), *state.take_slot_events()])
+    streams.wait_for([streams.mark(), *state.take_slot_events()])
     with poisoning(lives, state, "connect"):
         lives.enter(lives.epoch.timeout_s, everyone=False)
     epoch = lives.epoch
@@ -67,6 +67,8 @@ def poisoning(lives: Lives, state: CommunicatorState, where: str) -> Iterator[No
     except StoreGone as gone:
         _lost(lives, state, gone, where)
     except EplbError as error:
+        if isinstance(error, CommitError):  # of a layer that was in doubt
+            state.invalid = error
         state.poison(error, where)
         raise
     except BaseException as interrupt:  # Ctrl-C, or an error of a kind that nobody expects

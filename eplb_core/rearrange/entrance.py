@@ -13,10 +13,11 @@ from eplb_core.rearrange import records, recovery
 from eplb_core.rearrange.epoch import Epoch
 from eplb_core.rearrange.link import all_pairs, error_of, exchange, note_linked, vote_on
 from eplb_core.voting.liveness import Ring
-from eplb_core.voting.meeting import Joining, Meeting, Roll, all_agree, whom
+from eplb_core.voting.meeting import Meeting, contested_error, contested_member, whom
 from eplb_core.voting.members import Members
 from eplb_core.voting.operations import Refusal, perform
-from eplb_core.voting.vote import Vote
+from eplb_core.voting.roll import Joining, Roll
+from eplb_core.voting.vote import Tally, Vote, all_agree
 from eplb_core.wire.ballots import Ballot, Decision
 from eplb_core.wire.envelope import MessageScope
 
@@ -64,7 +65,7 @@ class Entrance:
         """
         deadline = Deadline(timeout_s)
         try:
-            _, decision = perform(
+            roll, decision = perform(
                 self._meeting.attending(lambda roll: self._join(roll, everyone)), self._client, self._pause(deadline)
             )
         except EplbError as error:
@@ -76,7 +77,7 @@ class Entrance:
         except BaseException:
             self._abandon()
             raise
-        self._joined(decision, max(1.0, deadline.left_s))
+        self._joined(roll, decision, max(1.0, deadline.left_s))
 
     # --- the meeting -------------------------------------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ class Entrance:
 
     # --- joining -----------------------------------------------------------------------------------------------------
 
-    def _joined(self, decision: Decision, timeout_s: float) -> None:
+    def _joined(self, roll: Roll, decision: Decision, timeout_s: float) -> None:
         epoch, members, ring = self._epoch, self._members, self._ring
         if members is None or ring is None:
             raise RuntimeError("a meeting ended without a roll")
@@ -174,7 +175,11 @@ class Entrance:
         boots = [str(content["boots"].get(str(rank), "")) for rank in range(epoch.control.world_size)]
         nodes = node_ids(boots)
         epoch.nodes = nodes if len({nodes[rank] for rank in members.members}) > 1 else None
-        self._held.roll_forward(content["forward"])
+        try:
+            self._held.roll_forward(content["forward"])
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise error_for("EPLB-T006", layer="in doubt", rank=members.rank, reason=reason) from error
         recovery.publish_held(members, self._held)
         vote = members.vote("join", "connect, phase join")
         ballot = Ballot(True, content={"held": self._held.digest(members.members)})
@@ -186,17 +191,22 @@ class Entrance:
             if content["everyone"]:
                 exchange(epoch, vote, _others(members), Deadline(timeout_s))
 
-        decision = vote_on(epoch, vote, ready, ballot, timeout_s, _tally_held(members.rank))
+        decision = vote_on(epoch, vote, ready, ballot, timeout_s, _tally_joined(members, roll))
         if content["everyone"]:
             note_linked(epoch, all_pairs(members.members))
         recovery.settle_held(members, self._held, {int(r): str(d) for r, d in decision.content["held"].items()})
 
 
-def _tally_held(rank: int) -> Any:
+def _tally_joined(members: Members, roll: Roll) -> Tally:
+    rank = members.rank
+
     def tally(ballots: Mapping[int, Ballot]) -> Decision:
         decision = all_agree(rank)(ballots)
         if not decision.commit:
             return decision
+        contested = contested_member(members.client, roll)
+        if contested is not None:
+            return Decision(False, rank, contested_error(members.name, contested))
         return Decision(True, rank, content={"held": {str(r): b.content["held"] for r, b in ballots.items()}})
 
     return tally

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from eplb_core.control.store import StoreGone
 from eplb_core.errors import EplbError, StoreLostError, error_for
-from eplb_core.voting.meeting import all_agree
+from eplb_core.voting.departure import vanish
+from eplb_core.voting.vote import all_agree
 from eplb_core.wire.ballots import Ballot, Decision
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class FailurePath:
             number, decision = self._aborting(layer, following, error)
             self.abandon(number, decision, error)
         except BaseException as interrupt:  # Ctrl-C: the members must not wait for this rank
-            self._interrupted(layer, interrupt)
+            self.interrupted(layer, interrupt)
             raise
 
     def _aborting(self, layer: MovingLayer, following: int | None, error: Exception) -> tuple[int, Decision]:
@@ -86,13 +87,15 @@ class FailurePath:
                 self._leave(named, where, undrained=not self._moving.drain(str(second)), poisoned=True)
             raise
 
-    def _interrupted(self, layer: MovingLayer, interrupt: BaseException) -> None:
+    def interrupted(self, layer: MovingLayer, interrupt: BaseException) -> None:
+        """Leave because of what is no failure, Ctrl-C say: tell the others, who must not wait for this rank."""
         reason = type(interrupt).__name__
         stopped = error_for("EPLB-T007", rank=self._epoch.rank, where=layer.where, reason=reason)
         try:
             with suppress(StoreGone):  # then the others find out for themselves
                 if layer.vote.abort(stopped, fatal=True).commit:
                     self._moving.note_decided(layer)
+                    vanish(self._members)  # the vote told them nothing
         finally:
             self._leave(stopped, layer.where, undrained=not self._moving.drain(reason), poisoned=True)
 
@@ -110,6 +113,7 @@ class FailurePath:
         except Exception as second:  # of the backend's progress(), say: nothing may stay half open
             self._state.note(f"draining after a failure raised {second!r}")
             usable = False
+            vanish(self._members)  # the others may have decided that all is well
         except BaseException:  # Ctrl-C
             self._leave(error, where, undrained=not drained, poisoned=True)
             raise
@@ -133,7 +137,7 @@ class FailurePath:
     def _leave(self, error: EplbError, where: str, *, undrained: bool, poisoned: bool) -> None:
         if poisoned:
             self._state.poison(error, where, undrained=undrained)
-        self._members.forget_later(self._moving.votes)
+        self._members.keys.forget_later(self._moving.votes)
         self._state.ended(self._state.open)
 
     def _all_drained(self, number: int, drained: bool) -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from eplb_core.arrays import IntArray
 from eplb_core.memory.commit import CommitCopies
-from eplb_core.plan.maps import map_digest
+from eplb_core.plan.maps import check_maps, map_digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,8 +123,15 @@ class HeldPlacement:
                 self.committed.append(doubt.layer)
         self.doubts = []
 
-    def reloaded(self, mapping: IntArray) -> None:
-        """The host rewrote the weights."""
+    def reloaded(self, given: npt.ArrayLike) -> None:
+        """The host rewrote the weights; a map that is none is refused (EPLB-P001)."""
+        mapping, _ = check_maps(
+            given,
+            given,
+            num_layers=self.num_layers,
+            world_size=self.world_size,
+            num_local_physical_experts=self.num_local,
+        )
         self.known = True
         self.newcomers = set()
         self.map = mapping.copy()

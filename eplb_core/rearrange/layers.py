@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from eplb_core.backend import TransferPlan
 from eplb_core.memory.commit import NOTHING, CommitCopies, commit_copies
-from eplb_core.plan.rank_plan import RankShares
+from eplb_core.plan.rank_plan import RankMoves
+from eplb_core.plan.rules import TransferRules
 from eplb_core.voting.vote import Vote
 
 if TYPE_CHECKING:
@@ -91,17 +92,9 @@ class MovingLayers:
         self._plan = plan
         self._state = state
         self._next_start = 0
-        config = epoch.setup.config
-        work_out = partial(
-            plan.shares,
-            rank=epoch.rank,
-            landing_layout=epoch.backend.landing_layout,
-            coalesce_nbytes=epoch.coalesce_nbytes,
-            batched=epoch.setup.info.batched,
-            max_ops_per_batch=config.max_ops_per_batch,
-            migration_batching=config.enable_migration_batching,
-        )
-        self._shares = RankShares(plan, epoch.setup.layout.geometries, work_out)
+        rules = TransferRules.of(epoch.backend, epoch.setup.info, epoch.setup.config)
+        work_out = partial(plan.layer_moves, rank=epoch.rank, rules=rules)
+        self._moves = RankMoves(plan, epoch.setup.layout.geometries, work_out)
 
     @property
     def slot_is_free(self) -> bool:
@@ -139,8 +132,8 @@ class MovingLayers:
         epoch, number = self._epoch, layer.number
         members, _ = epoch.entered
         # The copies out of this slot may still run on the device; they end before anything lands in it again.
-        epoch.setup.streams.settle(self._state.take_slot_events(layer.slot))
-        share = self._shares.of(number)
+        epoch.setup.streams.wait_for(self._state.take_slot_events(layer.slot))
+        share = self._moves.of(number)
         # Both ends must count alike, whatever either has started before: so nothing is counted.
         sequence = members.generation * len(epoch.setup.layout.geometries) + number
         plan = TransferPlan(members.generation, sequence, number, layer.slot, *share)

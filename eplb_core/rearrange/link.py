@@ -13,8 +13,7 @@ from eplb_core.control.store import StoreGone
 from eplb_core.errors import DiscoveryError, EplbError, TransferError, error_for
 from eplb_core.rearrange import records
 from eplb_core.rearrange.epoch import Epoch
-from eplb_core.voting.meeting import all_agree
-from eplb_core.voting.vote import Tally, Vote
+from eplb_core.voting.vote import Tally, Vote, all_agree
 from eplb_core.wire.ballots import Ballot, Decision
 
 
@@ -52,7 +51,7 @@ def link(
     new = [peer for peer in peers if not epoch.linked[min(peer, members.rank), max(peer, members.rank)]]
     deadline = Deadline(timeout_s)
     vote_on(epoch, vote, lambda: exchange(epoch, vote, new, deadline), Ballot(True), timeout_s)
-    members.forget_later([vote])
+    members.keys.forget_later([vote])
     note_linked(epoch, pairs)
 
 

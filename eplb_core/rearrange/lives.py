@@ -61,6 +61,7 @@ class Lives:
         self._device_group = device_group
         self._process = ProcessIdentity.mine()
         self._client: StoreClient | None = None
+        self._keys: tuple[set[str], set[str]] = (set(), set())
 
     @property
     def rank(self) -> int:
@@ -88,12 +89,11 @@ class Lives:
         client = self._connected(timeout_s)
         Entrance(epoch, client, meeting, state.held).enter(timeout_s, everyone=everyone)
         state.new_epoch(epoch.number)
-        self._retirement.forget(client)
+        self._retirement.forget(client, epoch.asked)
         return True
 
     def renew(
         self,
-        timeout_s: float,
         *,
         control: ControlPlane | None,
         ranks: Sequence[int] | None,
@@ -118,7 +118,7 @@ class Lives:
         self._retirement.retire(self.epoch, host_landing=self.host_landing is not None, new_landing=given is not None)
         self.host_landing = self.host_landing if given is None else given
         self._device_group = self._device_group if device_group is None else device_group
-        self._renew_client(timeout_s, another_store=control is not None)
+        self._drop_client(another_store=control is not None)
         with self.telling_the_others(members):
             try:
                 self.epoch = self._build(members)
@@ -154,7 +154,8 @@ class Lives:
 
         def pause() -> Refusal | None:
             time.sleep(2e-3)
-            return Refusal(refusal) if heard.over else None
+            nobody_left = set(members) <= {self.rank, *self.control.absent()}
+            return Refusal(refusal) if heard.over or nobody_left else None
 
         perform(self._meeting(members, 0).refusing(refusal), self._connected(self._timeout_s), pause)
 
@@ -165,21 +166,19 @@ class Lives:
     def _connected(self, timeout_s: float) -> StoreClient:
         if self._client is None:
             limit_s = min(timeout_s, self._timeout_s)
-            self._client = self.control.client(f"eplb/{self._name}", limit_s)
+            self._client = client = self.control.client(f"eplb/{self._name}", limit_s)
+            client.own |= self._keys[0]
+            client.shared |= self._keys[1]
         return self._client
 
-    def _renew_client(self, timeout_s: float, *, another_store: bool) -> None:
-        old, self._client = self._client, None
-        if old is None:
-            return
+    def _drop_client(self, *, another_store: bool) -> None:
+        """Close the connection: after a failure it may be out of step. The keys it has set are remembered."""
+        if self._client is not None:
+            self._keys = (set(self._client.own), set(self._client.shared))
+            self._client.close()
+            self._client = None
         if another_store:
-            old.close()
-            return
-        with suppress(StoreGone):
-            client = self._connected(timeout_s)
-            client.own |= old.own
-            client.shared |= old.shared
-        old.close()
+            self._keys = (set(), set())
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -205,6 +204,7 @@ class Lives:
                 self._retirement.leave(
                     self.epoch,
                     unclean=unclean,
+                    force=force,
                     wait_s=0.0 if force else _CLOSE_FORCED_S if unclean else self._timeout_s,
                     hosts_store=self.control.hosts_store,
                 )
@@ -212,9 +212,7 @@ class Lives:
                     self.last.let_go()
                 self._process.release()
                 self.control.release(self._name)
-                if self._client is not None:
-                    self._client.close()
-                    self._client = None
+                self._drop_client(another_store=True)
         self._finalizer.detach()
 
     def end_with(self, owner: object) -> None:

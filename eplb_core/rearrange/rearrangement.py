@@ -10,8 +10,7 @@ from eplb_core.errors import CommitError, PlanError
 from eplb_core.rearrange.failure import FailurePath
 from eplb_core.rearrange.layers import MovingLayer, MovingLayers
 from eplb_core.voting.departure import vanish
-from eplb_core.voting.meeting import all_agree
-from eplb_core.voting.vote import Vote
+from eplb_core.voting.vote import Vote, all_agree
 from eplb_core.wire.ballots import Ballot, Decision
 
 if TYPE_CHECKING:
@@ -138,6 +137,9 @@ class Rearrangement:
                     if self._moving.slots == 1:
                         commit_before()
                         before = None
+            except KeyboardInterrupt:  # after the last layer's decision; before it, the layer's abort has ended all
+                self._state.ended(self)
+                raise
             finally:
                 self.commit_decided()
             self._end()
@@ -170,7 +172,13 @@ class Rearrangement:
                 if voting is None:
                     layer.vote.cast(ballot, lambda ballots: self._tally(layer, ballots))
         if meanwhile is not None:
-            meanwhile()
+            try:
+                meanwhile()
+            except CommitError:
+                raise
+            except BaseException as interrupt:  # Ctrl-C: what observers raise of a commit is logged
+                self._failure.interrupted(layer, interrupt)
+                raise
         with self._failure.guard(layer, self._following()), counts.phase("vote"):
             decision = self._watch.decide(layer.vote) if voting is None else voting(layer.vote, ballot)
         if not decision.commit:
@@ -254,7 +262,7 @@ class Rearrangement:
         left = [*self._moving.decided, *self._moving.copying, *self.layers[self._next_stage :]]
         if left:
             raise PlanError("EPLB-P004", problem=f"end() before layer(s) {left} were staged and committed")
-        self._members.forget_later(self._moving.votes)
+        self._members.keys.forget_later(self._moving.votes)
         self._state.ended(self)
 
     def _tell(self, kind: Any, layer: int, **more: Any) -> None:

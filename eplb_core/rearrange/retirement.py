@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from eplb_core.control.store import StoreClient, StoreGone
 from eplb_core.errors import TransferError
 from eplb_core.memory.quarantine import keep_forever
-from eplb_core.voting import departure
+from eplb_core.voting import departure, store_keys
 
 if TYPE_CHECKING:
     from eplb_core.rearrange.epoch import Epoch
@@ -56,12 +57,12 @@ class Retirement:
             self._quarantine(epoch, host_landing=host_landing, new_landing=new_landing)
         epoch.retired = True
 
-    def forget(self, client: StoreClient) -> None:
+    def forget(self, client: StoreClient, present: Sequence[int]) -> None:
         """The next epoch is entered: the keys and the landing memory of those before are not needed any more."""
         left, self._left = self._left, []
         for members in left:
             with suppress(StoreGone):
-                departure.leave_epoch_behind(members, client)
+                store_keys.leave_epoch_behind(client, members.namespace, members.rank, members.members, present)
         kept, self._landing_kept = self._landing_kept, []
         for epoch in kept:
             if self._give_landing_back(epoch):
@@ -69,12 +70,12 @@ class Retirement:
             else:
                 keep_forever(epoch)
 
-    def leave(self, epoch: Epoch, *, unclean: bool, wait_s: float, hosts_store: bool) -> None:
+    def leave(self, epoch: Epoch, *, unclean: bool, force: bool, wait_s: float, hosts_store: bool) -> None:
         """Close the backend, tell the others, give the memory back; each whatever becomes of the others."""
         safe = self._close_backend(epoch, force=unclean)
         members = epoch.members
         if members is not None:
-            self._tell(members, unclean=unclean, stays_s=wait_s if hosts_store else 0.0)
+            self._tell(members, unclean=unclean, force=force, stays_s=wait_s if hosts_store else 0.0)
         if safe and self._give_landing_back(epoch):
             epoch.let_go()
             epoch.setup.layout.let_go()
@@ -83,17 +84,19 @@ class Retirement:
         self._state.held.doubts = []
         self._landing_kept = []
 
-    def _tell(self, members: Members, *, unclean: bool, stays_s: float) -> None:
+    def _tell(self, members: Members, *, unclean: bool, force: bool, stays_s: float) -> None:
         try:
             if unclean:
                 departure.vanish(members)
-                departure.take_post_back(members)
+                if not force:  # the store may not answer; who comes next sees that this one is gone all the same
+                    departure.take_post_back(members)
             else:
                 departure.say_goodbye(members, tidies=not stays_s)
             if stays_s:
                 departure.await_goodbyes(members, stays_s)
                 if not unclean:
-                    departure.tidy_up(members)  # the last of all: the others' goodbyes are keys as well
+                    # the last of all: the others' goodbyes are keys as well
+                    store_keys.tidy_up(members.client, members.namespace, members.members)
         except StoreGone as gone:
             logger.warning("%s: the store was gone at close: %s", members.name, gone)
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from eplb_core.backend import TransferPlan
+from eplb_core.backend import Cancelled, TransferPlan
 from eplb_core.communicator import Communicator
 from eplb_core.config import EPLBConfig
-from eplb_core.plan import check_maps, plan_moves
+from eplb_core.plan import TransferRules, check_maps, plan_moves
 from eplb_core.testing.expectation import reach
 from eplb_core.testing.model import Map, Model, shuffles
 from eplb_core.testing.pool import Stage, Subject
@@ -95,14 +95,10 @@ class Exchange:
             layer,
             session.rank,
             made.layout.geometries[layer],
+            TransferRules.of(self.backend, made.info, made.config),
             generation=generation,
             sequence=self._sequence,
             slot=slot,
-            landing_layout=self.backend.landing_layout,
-            coalesce_nbytes=int(getattr(self.backend, "coalesce_nbytes", 0)),
-            batched=made.info.batched,
-            max_ops_per_batch=made.config.max_ops_per_batch,
-            migration_batching=False,
         )
 
     def complete(self, check: Callable[[bool, str], None] = reach) -> None:
@@ -134,6 +130,21 @@ class Exchange:
             if not np.array_equal(there.cpu().numpy(), self.model.content(plan.layer, tensor, expert)):
                 wrong.append((tensor, row))
         return wrong
+
+    def call_off(self, cancelled: Cancelled, *, after_s: float = 0.0) -> None:
+        """Have ``context.cancelled()`` answer so, from a moment on, whatever the others do."""
+        since = time.monotonic() + after_s
+        _, watch = self.session.entered
+        watch.cancelled = lambda: cancelled if time.monotonic() >= since else None  # type: ignore[method-assign]
+
+    def close_backend(self, *, undrained: bool) -> bool:
+        """Close the backend by force and return what the core makes of its answer: is memory safe?
+
+        The core is told that it is not, so that landing memory stays where it is, to be watched.
+        """
+        safe = self.session.close_backend(force=True, undrained=undrained)
+        self.session.close_backend = lambda **_: False  # type: ignore[method-assign]
+        return safe
 
     def progress(self) -> None:
         """Move the backend on, unless it says that it needs none."""

@@ -103,6 +103,10 @@ class Stage:
                 raise unheard
             time.sleep(5e-4)
 
+    def has_heard(self, word: str) -> bool:
+        """Has a rank said a word? Does not wait."""
+        return bool(self._store.check([word]))
+
     @contextmanager
     def inside(self, call: str, *, judged: bool = False) -> Iterator[None]:
         """Let the pool know that this rank is in a call of the backend, from which it may not come back.
@@ -180,44 +184,39 @@ class RankPool:
         NotReached
             A rank raised, died, or did not end in time, before that could be seen.
         """
-        if self._ranks is None:
-            self._ranks = Ranks(self._world_size, serve, env=self._env, daemon=True)
-            for rank in range(self._world_size):
-                self._ranks.hear(rank)
-        ranks = self._ranks
+        ranks = self._ready()
         self._runs += 1
         for rank in range(world_size):
             ranks.tell(rank, (f"run{self._runs}", world_size, scenario, args))
         values: dict[int, Any] = dict.fromkeys(without)
         course = Course(timeout_s)
         until = time.monotonic() + timeout_s
-        while len(values) + len(course.failures) < world_size:
-            for rank in range(world_size):
-                if rank in values or rank in course.failures:
-                    continue
-                try:
-                    kind, value = ranks.hear(rank, 0.01)
-                except TimeoutError:
-                    continue
-                except AssertionError:
-                    kind, value = "died", "its process ended: a crash of native code, or an exit"
+        while silent := [rank for rank in range(world_size) if rank not in values and rank not in course.failures]:
+            if time.monotonic() > until or course.explained_by(silent):
+                break
+            for rank in silent:
+                kind, value = _heard(ranks, rank)
                 if kind == "value":
                     values[rank] = value
                 elif kind == "inside":
                     course.goes(rank, value)
-                else:
+                elif kind:
                     course.failures[rank] = (kind, value)
                     until = min(until, time.monotonic() + _GRACE_S)
-            silent = [rank for rank in range(world_size) if rank not in values and rank not in course.failures]
-            if time.monotonic() > until or course.explained_by(silent):
-                break
-        silent = [rank for rank in range(world_size) if rank not in values and rank not in course.failures]
         if course.failures or silent:
             self.close()
             raise course.verdict(silent)
         if without:
             self.close()
         return [values[rank] for rank in range(world_size)]
+
+    def _ready(self) -> Ranks:
+        """Return the processes, started and waiting for a scenario."""
+        if self._ranks is None:
+            self._ranks = Ranks(self._world_size, serve, env=self._env, daemon=True)
+            for rank in range(self._world_size):
+                self._ranks.hear(rank)
+        return self._ranks
 
     def close(self) -> None:
         """End the processes."""
@@ -264,3 +263,14 @@ def serve(rank: Rank) -> None:
             rank.tell(("raised", told(error)))
         else:
             rank.tell(("value", value))
+
+
+def _heard(ranks: Ranks, rank: int) -> tuple[str, Any]:
+    """Return (kind, value) of what a rank says next, or an empty kind when it says nothing for a moment."""
+    try:
+        kind, value = ranks.hear(rank, 0.01)
+    except TimeoutError:
+        return "", None
+    except AssertionError:
+        return "died", "its process ended: a crash of native code, or an exit"
+    return kind, value

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from eplb_core.testing.early import building
 from eplb_core.testing.exchange import Exchange, communicator
-from eplb_core.testing.expectation import expecting
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.pool import Stage, Subject
 
@@ -98,7 +98,7 @@ def takes_memory(stage: Stage, subject: Subject, num_layers: int, row_nbytes: in
 def is_built(stage: Stage, subject: Subject) -> None:
     """Build a communicator over a small model, connecting nothing."""
     model = Model(stage.rank, 4, [[64, 24]], subject.device_type)
-    with stage.inside("its constructor or register_buffers", judged=True), expecting("it cannot be built"):
+    with stage.inside("its constructor or register_buffers", judged=True), building("it cannot be built"):
         comm = communicator(stage, subject, model.weights)
     comm.close(force=True)
 

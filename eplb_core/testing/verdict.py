@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import pytest
 
-from eplb_core.testing.conformance import NOT_RUN, kit_tests
+from eplb_core.testing.conformance import kit_tests
 from eplb_core.testing.expectation import PREFIX, NotReached
+from eplb_core.testing.gate import NOT_RUN
 
 Outcome = Literal["passed", "failed", "not reached", "not run", "not claimed"]
 GOOD: tuple[Outcome, ...] = ("passed", "not claimed")

@@ -7,9 +7,10 @@ import time
 from contextlib import suppress
 
 from eplb_core.backend.toolkit import Deadline
-from eplb_core.control.store import StoreClient, StoreGone
-from eplb_core.voting.meeting import post_key
+from eplb_core.control.store import StoreGone
 from eplb_core.voting.members import Members
+from eplb_core.voting.roll import post_key
+from eplb_core.voting.store_keys import tidy_up
 
 logger = logging.getLogger("eplb_core")
 
@@ -19,7 +20,7 @@ def say_goodbye(members: Members, *, tidies: bool = False) -> None:
     if members.ring is not None:
         members.ring.poll()
     with suppress(StoreGone):
-        if not (tidies and tidy_up(members)):
+        if not (tidies and tidy_up(members.client, members.namespace, members.members)):
             for rank in members.dead:
                 members.client.set(members.key(f"dead/{rank}"), b"1")
             members.client.set(members.key(f"bye/{members.rank}"), b"1")
@@ -33,37 +34,6 @@ def vanish(members: Members) -> None:
         members.client.set(members.key(f"bye/{members.rank}"), b"1")  # the store's host need not wait for it
     if members.ring is not None:
         members.ring.close(goodbye=False)
-
-
-def tidy_up(members: Members) -> bool:
-    """Delete what this rank left in the store, after an end at which every outcome was known to it.
-
-    Keys that others may still read are left to the last member that tidies up; where one is lost nobody is, and they
-    stay, for a rank that wakes late must find the outcomes.
-
-    Returns
-    -------
-    bool
-        True when all members had left, and nothing of this epoch is in the store any more.
-    """
-    client = members.client
-    client.delete(*client.own)
-    if client.add(members.key("left")) < len(members.members):
-        return False
-    goodbyes = [members.key(f"{word}/{rank}") for word in ("bye", "dead") for rank in members.members]
-    client.delete(*client.shared, *goodbyes)
-    return True
-
-
-def leave_epoch_behind(members: Members, client: StoreClient) -> None:
-    """Delete the keys of an epoch whose successor every present member has joined.
-
-    A member that was left out and wakes late finds nothing in its old votes, aborts them alone, and keeps its old rows:
-    what it then holds is what it says when it comes back.
-    """
-    prefix = f"{members.namespace}/"
-    old = [key for key in (*client.own, *client.shared) if key.startswith(prefix)]
-    client.delete(*old, *(members.key(f"{word}/{members.rank}") for word in ("bye", "dead")))
 
 
 def await_goodbyes(members: Members, timeout_s: float) -> None:

@@ -6,128 +6,23 @@ left out and comes back, attempts of unequal number. So nothing here is counted;
 
 from __future__ import annotations
 
-import hashlib
-import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eplb_core.control.process import ProcessIdentity
+from eplb_core.control.store import StoreClient
 from eplb_core.errors import EplbError, MetadataError, error_for
 from eplb_core.voting.operations import Get, Pause, Put, Refusal, Steps
-from eplb_core.voting.vote import Tally, Vote
-from eplb_core.wire.ballots import Ballot, Decision, decode_error, encode_error
+from eplb_core.voting.roll import Joining, Post, Roll, post_key
+from eplb_core.voting.vote import Vote
+from eplb_core.wire.ballots import Decision
 from eplb_core.wire.envelope import MessageScope
 
 _LIMIT_NBYTES = 1 << 20
 VOID = "void"
 """In the content of a decision: the roll is void, and its members meet again."""
-
-
-@dataclass(frozen=True)
-class Post:
-    """What a rank posts when it comes to a meeting.
-
-    Parameters
-    ----------
-    nonce : str
-        Of this attempt alone.
-    members : tuple of int
-        Whom its host told it to meet.
-    epoch : int
-        The last it took part in; 0 is none.
-    process : ProcessIdentity
-        Who posts.
-    refusal : EplbError or None
-        It cannot take part, for this reason.
-    """
-
-    nonce: str
-    members: tuple[int, ...]
-    epoch: int
-    process: ProcessIdentity
-    refusal: EplbError | None = None
-
-    def to_bytes(self) -> bytes:
-        """Encode it."""
-        document = {
-            "nonce": self.nonce,
-            "members": self.members,
-            "epoch": self.epoch,
-            "process": self.process.to_json(),
-            "refusal": encode_error(self.refusal) if self.refusal else None,
-        }
-        return json.dumps(document).encode()
-
-    @classmethod
-    def from_bytes(cls, body: bytes) -> Post:
-        """Decode what `to_bytes` made."""
-        data = json.loads(body)
-        refusal = decode_error(data["refusal"]) if data["refusal"] else None
-        members = tuple(int(rank) for rank in data["members"])
-        process = ProcessIdentity.from_json(data["process"])
-        return cls(str(data["nonce"]), members, int(data["epoch"]), process, refusal)
-
-
-@dataclass(frozen=True)
-class Roll:
-    """Who meets: each member by the nonce that it posted.
-
-    Parameters
-    ----------
-    nonces : mapping of int to str
-        By rank.
-    epoch : int
-        Number of the epoch that begins, higher than any that a member knows.
-    refused_by : int or None
-        Whose post refuses: the lowest member, the only one that looks at all, has read it, and says so to the others.
-    """
-
-    nonces: Mapping[int, str]
-    epoch: int
-    refused_by: int | None = None
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Ranks, ascending."""
-        return tuple(sorted(self.nonces))
-
-    @property
-    def namespace(self) -> str:
-        """Where the votes of this epoch are: follows from all nonces, so no other life has ever used it."""
-        text = json.dumps([self.epoch, sorted(self.nonces.items())])
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-    def to_bytes(self) -> bytes:
-        """Encode it."""
-        return json.dumps([self.epoch, sorted(self.nonces.items()), self.refused_by]).encode()
-
-    @classmethod
-    def from_bytes(cls, body: bytes) -> Roll:
-        """Decode what `to_bytes` made."""
-        epoch, nonces, refused_by = json.loads(body)
-        refused_by = None if refused_by is None else int(refused_by)
-        return cls({int(rank): str(nonce) for rank, nonce in nonces}, int(epoch), refused_by)
-
-
-@dataclass(frozen=True)
-class Joining:
-    """How a rank votes on a roll that holds it.
-
-    Parameters
-    ----------
-    vote : Vote
-        In the roll's namespace.
-    ballot : Ballot
-        This rank's.
-    tally : callable
-        From all ballots to the decision.
-    """
-
-    vote: Vote
-    ballot: Ballot
-    tally: Tally
 
 
 @dataclass(eq=False)
@@ -225,7 +120,7 @@ class Meeting:
             values = yield Get((self._roll_key, *(post_key(rank) for rank in self.members)))
             known = self._roll(values[0])
             posts = dict(zip(self.members, map(self._post, self.members, values[1:]), strict=True))
-            self._stay_this_rank(posts[self.rank], nonce)
+            yield from self._staying_this_rank(posts[self.rank], nonce)
             heard = yield from self._heeding(posts)
             if heard is not None:
                 yield self._publish(replace(known or Roll({}, 0), refused_by=heard[0]))
@@ -247,7 +142,7 @@ class Meeting:
         leader = self.members[0]
         while True:
             values = yield Get((self._roll_key, post_key(self.rank), post_key(leader)))
-            self._stay_this_rank(self._post(self.rank, values[1]), nonce)
+            yield from self._staying_this_rank(self._post(self.rank, values[1]), nonce)
             heard = yield from self._hearing(values[0], values[2])
             if heard is not None:
                 raise heard[1]
@@ -294,6 +189,8 @@ class Meeting:
         # One that has replaced this attempt's post counts as there also where that cannot be seen: else two processes
         # on two machines would replace each other's until their limits.
         if there or (there is None and nonce is not None):
+            if nonce is not None:
+                yield Put(_contested_key(post.nonce), b"1")
             raise self._another(post)
 
     def _hearing(self, roll: bytes | None, post: bytes | None) -> Steps[tuple[int, EplbError] | None]:
@@ -335,8 +232,13 @@ class Meeting:
             return f"which was told to meet ranks {list(post.members)}, not {list(self.members)}"
         return None
 
-    def _stay_this_rank(self, post: Post | None, nonce: str) -> None:
+    def _staying_this_rank(self, post: Post | None, nonce: str) -> Steps[None]:
+        """Steps that end the attempt when another process posts as this rank while it meets.
+
+        It leaves word of that: whoever meets that one may belong to a group of its own.
+        """
         if post is not None and post.nonce != nonce:
+            yield Put(_contested_key(post.nonce), b"1")
             raise self._another(post)
 
     def _another(self, post: Post) -> EplbError:
@@ -366,9 +268,21 @@ class Meeting:
         return f"meet/read/{nonce}/{rank}"
 
 
-def post_key(rank: int) -> str:
-    """Return the key of a rank's post."""
-    return f"meet/post/{rank}"
+def contested_member(client: StoreClient, roll: Roll) -> int | None:
+    """Return a member of which another process says that it is that rank too, for both came at once."""
+    for rank, nonce in roll.nonces.items():
+        if client.exists(_contested_key(nonce)):
+            return rank
+    return None
+
+
+def contested_error(name: str, rank: int) -> EplbError:
+    """Make the error of a roll with such a member: nobody can tell which of two groups it belongs to."""
+    return error_for("EPLB-T015", process="one more process", rank=rank, name=name)
+
+
+def _contested_key(nonce: str) -> str:
+    return f"meet/contested/{nonce}"
 
 
 def _read(decode: Callable[[bytes], Any], scope: MessageScope, value: bytes, kind: str) -> Any:
@@ -377,18 +291,6 @@ def _read(decode: Callable[[bytes], Any], scope: MessageScope, value: bytes, kin
         return decode(scope.unseal(value, kind, _LIMIT_NBYTES))
     except (MetadataError, KeyError, ValueError, TypeError, AttributeError):
         return None
-
-
-def all_agree(rank: int) -> Callable[[Mapping[int, Ballot]], Decision]:
-    """Return the tally that commits when every ballot says so, else aborts with the reason of the lowest rank."""
-
-    def tally(ballots: Mapping[int, Ballot]) -> Decision:
-        for voter in sorted(ballots):
-            if not ballots[voter].ok:
-                return Decision(False, voter, ballots[voter].error)
-        return Decision(True, rank)
-
-    return tally
 
 
 def whom(waiting_for: Mapping[int, str], members: Sequence[int]) -> str:

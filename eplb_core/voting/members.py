@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from eplb_core.control.store import StoreClient
 from eplb_core.voting.liveness import Ring
+from eplb_core.voting.store_keys import StoreKeys
 from eplb_core.voting.vote import Vote
 from eplb_core.wire.envelope import MessageScope
 
@@ -34,6 +35,8 @@ class Members:
         The rearrangement at hand; 0 until the first.
     ring : Ring or None
         The liveness ring, once it is closed.
+    keys : StoreKeys
+        To be deleted.
     pump : callable or None
         The backend's ``progress``, if it needs it.
     """
@@ -49,8 +52,7 @@ class Members:
         self.ring: Ring | None = None
         self.pump: Callable[[], None] | None = None
         self._scope = scope
-        self._old_own: list[str] = []
-        self._old_shared: list[str] = []
+        self.keys = StoreKeys(client, deletes_shared=scope.rank == self.members[0])
 
     @property
     def name(self) -> str:
@@ -75,7 +77,9 @@ class Members:
     def vote(self, topic: str, where: str, generation: int | None = None) -> Vote:
         """Make the vote on a topic of a generation (the current one by default)."""
         scope = self._scope.of(generation=self.generation if generation is None else generation)
-        return Vote(self.client, scope, members=self.members, namespace=self.namespace, topic=topic, where=where)
+        vote = Vote(self.client, scope, members=self.members, namespace=self.namespace, topic=topic, where=where)
+        self.client.shared.update(vote.shared_keys)  # whoever writes them
+        return vote
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -96,21 +100,3 @@ class Members:
             Damaged, swapped or stale (EPLB-M005).
         """
         return self._scope.of(rank=rank, generation=generation).unseal(value, kind, _MESSAGE_LIMIT_NBYTES)
-
-    # --- keys --------------------------------------------------------------------------------------------------------
-
-    def forget_later(self, votes: Sequence[Vote], extra: Sequence[str] = ()) -> None:
-        """Note the keys of a generation's votes; `forget` deletes them once nobody can read them any more."""
-        for vote in votes:
-            self._old_own.extend(vote.own_keys)
-            self._old_shared.extend(vote.shared_keys)
-        self._old_shared.extend(extra)
-
-    def forget(self) -> None:
-        """Delete what was noted before this generation was agreed: all have entered it, so all knew the outcomes."""
-        self.client.delete(*self._old_own)
-        if self.rank == self.members[0]:
-            self.client.delete(*self._old_shared)
-        else:
-            self.client.shared.difference_update(self._old_shared)
-        self._old_own, self._old_shared = [], []

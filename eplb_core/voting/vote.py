@@ -197,3 +197,15 @@ class Vote:
 
     def _ballot_key(self, rank: int) -> str:
         return f"{self._prefix}/ballot/{rank}"
+
+
+def all_agree(rank: int) -> Callable[[Mapping[int, Ballot]], Decision]:
+    """Return the tally that commits when every ballot says so, else aborts with the reason of the lowest rank."""
+
+    def tally(ballots: Mapping[int, Ballot]) -> Decision:
+        for voter in sorted(ballots):
+            if not ballots[voter].ok:
+                return Decision(False, voter, ballots[voter].error)
+        return Decision(True, rank)
+
+    return tally

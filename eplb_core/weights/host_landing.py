@@ -14,28 +14,13 @@ from eplb_core.weights.rows import overlapping, spans_of, view_rows
 def check_landing(
     landing: Sequence[Sequence[torch.Tensor]], layout: Layout, *, staging_layers: int | None = None
 ) -> list[list[torch.Tensor]]:
-    """Check a host's own landing memory and view it as rows of bytes.
+    """Check a host's own landing memory and view it as uint8 rows, ``[staging_layers][num_tensors]``; else EPLB-C010.
 
-    Parameters
-    ----------
-    landing : sequence of sequence of torch.Tensor
-        ``[staging_layers][num_tensors]``, dense like weights, all on the weights' device or all on the CPU. Each has
-        as many rows, of as many bytes, as the weight of that index in **every** layer; dtype and shape are free.
-    layout : Layout
-        The weights it is for.
-    staging_layers : int or None
-        How many slots there must be; None takes the number given.
-
-    Returns
-    -------
-    list of list of torch.Tensor
-        ``[staging_layers][num_tensors]``, uint8 ``[num_local_physical_experts, nbytes_per_expert]``, sharing the
-        host's memory.
-
-    Raises
-    ------
-    ConfigError
-        EPLB-C010, naming the slot and the tensor.
+    Notes
+    -----
+    Tensors are dense like weights, all on the weights' device or all on the CPU. Each has as many rows, of as many
+    bytes, as the weight of that index in **every** layer; dtype and shape are free. ``staging_layers`` None takes the
+    number given.
     """
     slots = _listed(landing, "landing", _unfit)
     if staging_layers is not None and len(slots) != staging_layers:

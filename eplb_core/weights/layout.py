@@ -65,18 +65,7 @@ class LayerGeometry:
         return self.num_local_physical_experts * int(self.nbytes[self.moving].sum())
 
     def nbytes_packed(self, num_peers: int) -> int:
-        """Return bytes that suffice for a "packed_by_peer" landing slot.
-
-        Parameters
-        ----------
-        num_peers : int
-            Ranks this one may receive from.
-
-        Returns
-        -------
-        int
-            Room for every row once, were each a message of its own; 0 without peers.
-        """
+        """Return bytes that suffice for a "packed_by_peer" slot, each row a message of its own; 0 without peers."""
         if num_peers == 0:
             return 0
         return self.num_local_physical_experts * int(aligned(self.nbytes[self.moving]).sum())

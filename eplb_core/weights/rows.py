@@ -54,28 +54,12 @@ class Span(NamedTuple):
 
 
 def view_rows(tensor: Any, key: str, refuse: Refuse) -> tuple[TensorRecord, torch.Tensor]:
-    """Check one tensor and view its memory.
+    """Check one tensor, and view its memory as uint8 rows ``[num_experts, nbytes]``, contiguous, on its device.
 
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Any dtype and device, ``[num_experts, ...]``, dense with the expert axis slowest.
-    key : str
-        How errors name it.
-    refuse : callable
-        Builds the error.
-
-    Returns
-    -------
-    record : TensorRecord
-        Without alias.
-    view : torch.Tensor
-        uint8 ``[num_experts, nbytes]``, contiguous, on the tensor's device. Shares its memory and keeps it valid.
-
-    Raises
-    ------
-    EplbError
-        What `refuse` builds.
+    Notes
+    -----
+    The tensor is ``[num_experts, ...]``, dense with the expert axis slowest; otherwise ``refuse(key, problem)`` is
+    raised. The view keeps the memory valid whatever the host deletes. The record comes without alias.
     """
     problem = _unaddressable(tensor)
     if problem:
@@ -126,19 +110,13 @@ def spans_of(view: torch.Tensor, layer: int, number: int) -> list[Span]:
 
 
 def overlapping(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
-    """Find memory that two tensors share.
+    """Find memory that two tensors share: (later registered, earlier registered), in order of registration.
 
-    Parameters
-    ----------
-    spans : iterable of Span
-        In any order.
-
-    Returns
-    -------
-    list of (Span, Span)
-        (later registered, earlier registered), in order of registration of the later, wherever the allocator put them.
-        Every span that shares memory with one that starts before it comes once. Identical ones all come with the first
-        of them, so the earlier of a pair of aliases is always the one that moves.
+    Notes
+    -----
+    The result does not depend on where the allocator put the tensors. A span that shares memory with one that starts
+    before it comes once. Identical spans all come with the first of them, so the earlier of a pair of aliases is always
+    the one that moves.
     """
     pairs: list[tuple[Span, Span]] = []
     reach: Span | None = None
@@ -160,6 +138,14 @@ def _unaddressable(tensor: Any) -> str | None:
     wrapper: object = tensor
     if is_traceable_wrapper_subclass(wrapper):
         return f"a {type(tensor).__name__} wraps other tensors; register those (of a DTensor its to_local())"
+    problem = _not_plain(tensor)
+    if problem is None and (tensor.dim() == 0 or tensor.shape[0] == 0):
+        return f"its shape {tuple(tensor.shape)} has no experts along the first axis"
+    return problem
+
+
+def _not_plain(tensor: torch.Tensor) -> str | None:
+    """Say why a tensor's values are more, or others, than the bytes in its memory, or None."""
     if tensor.is_nested:
         return "it is nested, not dense"
     if tensor.layout is not torch.strided:
@@ -170,8 +156,6 @@ def _unaddressable(tensor: Any) -> str | None:
         return "its conj bit is set, so its bytes are not its values; register resolve_conj()"
     if tensor.is_neg():
         return "its neg bit is set, so its bytes are not its values; register resolve_neg()"
-    if tensor.dim() == 0 or tensor.shape[0] == 0:
-        return f"its shape {tuple(tensor.shape)} has no experts along the first axis"
     return None
 
 

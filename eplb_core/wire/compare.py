@@ -33,19 +33,13 @@ _OF_A_TENSOR = {
 
 
 def difference(local: RankRecord, peer: RankRecord) -> MetadataError | None:
-    """Compare what must be equal on two ranks before a byte may move.
+    """Return the first difference between two ranks' records that keeps bytes from moving, as an error, or None.
 
-    Parameters
-    ----------
-    local, peer : RankRecord
-        This rank's and the other's.
-
-    Returns
-    -------
-    MetadataError or None
-        For the first that differs of: versions of core and contract, backend, its version, members (EPLB-M004); keys
-        (EPLB-M002); experts per rank (EPLB-M004); bytes per expert (EPLB-M003); dtype, shape, stride and aliases of a
-        tensor, shared options (EPLB-M004).
+    Notes
+    -----
+    In an order in which one explains the next: versions of core and contract, backend, its version, members
+    (EPLB-M004); keys (EPLB-M002); experts per rank (EPLB-M004); bytes per expert (EPLB-M003); dtype, shape, stride and
+    aliases of a tensor, shared options (EPLB-M004).
     """
     for name, value in _IDENTITY.items():
         if value(local) != value(peer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from eplb_core.errors import MetadataError
@@ -30,7 +30,7 @@ class MessageScope:
     rank : int
         Who writes; 0 for keys that anyone may write.
     epoch, generation : int
-        Of which rearrangement.
+        The rearrangement it belongs to.
     """
 
     name: str
@@ -40,69 +40,43 @@ class MessageScope:
 
     def of(self, *, rank: int | None = None, generation: int | None = None) -> MessageScope:
         """Return the scope of another rank or generation."""
-        return replace(
-            self,
-            rank=self.rank if rank is None else rank,
-            generation=self.generation if generation is None else generation,
+        return MessageScope(
+            self.name,
+            self.rank if rank is None else rank,
+            self.epoch,
+            self.generation if generation is None else generation,
         )
 
     def seal(self, kind: str, body: bytes) -> bytes:
-        """Wrap a body so that only the `unseal` that expects exactly this message accepts it.
+        """Wrap a body, of at most 4 GiB, so that only `unseal` of the same scope and kind accepts it.
 
-        Parameters
-        ----------
-        kind : str
-            What the body is, 1 to 15 printable ASCII characters.
-        body : bytes
-            At most 4 GiB.
-
-        Returns
-        -------
-        bytes
-            `OVERHEAD_NBYTES` more than the body.
-
-        Raises
-        ------
-        ValueError
-            A kind that does not fit.
+        Notes
+        -----
+        A kind is 1 to 15 printable ASCII characters, else ValueError. `OVERHEAD_NBYTES` are added.
         """
         bound = _name_field(self.name), self.rank, self.epoch, self.generation
         head = _HEADER.pack(MAGIC, FORMAT_VERSION, _kind_field(kind), *bound, len(body))
         return b"".join((head, _checksum(head, body), body))
 
     def unseal(self, blob: bytes, kind: str, limit: int) -> bytes:
-        """Return the body of a sealed message, believing nothing of it before everything has been checked.
+        """Return the body of a sealed message of at most ``limit`` bytes; anything else is refused (EPLB-M005).
 
-        Parameters
-        ----------
-        blob : bytes
-            As it stands in the store.
-        kind : str
-            What it must be.
-        limit : int
-            Most bytes of body that are accepted.
-
-        Returns
-        -------
-        bytes
-            The body.
-
-        Raises
-        ------
-        MetadataError
-            EPLB-M005: another magic, version, kind or scope; a body beyond `limit`; truncated, with bytes to spare, or
-            damaged.
+        Notes
+        -----
+        Nothing of the message is believed before all of it is checked: magic, version, length, checksum, then kind and
+        scope.
         """
-        problem = _problem(blob, kind, self, limit)
+        problem = _damage(blob, limit) or _foreign(blob, kind, self)
         if problem:
             raise MetadataError("EPLB-M005", peer=self.rank, problem=problem)
         return blob[OVERHEAD_NBYTES:]
 
 
-def _problem(blob: bytes, kind: str, scope: MessageScope, limit: int) -> str | None:
+def _damage(blob: bytes, limit: int) -> str | None:
+    """Say why some bytes are no whole message of this format, or None."""
     if len(blob) < OVERHEAD_NBYTES:
         return f"it is truncated, {len(blob)} bytes where the envelope alone takes {OVERHEAD_NBYTES}"
-    magic, version, its_kind, its_name, its_rank, its_epoch, its_generation, nbytes = _HEADER.unpack_from(blob)
+    magic, version, *_, nbytes = _HEADER.unpack_from(blob)
     if magic != MAGIC:
         return f"it starts with {magic!r} where {MAGIC!r} was expected"
     if version != FORMAT_VERSION:
@@ -116,6 +90,12 @@ def _problem(blob: bytes, kind: str, scope: MessageScope, limit: int) -> str | N
         return f"{spare} bytes follow its end"
     if blob[_HEADER.size : OVERHEAD_NBYTES] != _checksum(blob[: _HEADER.size], blob[OVERHEAD_NBYTES:]):
         return "its checksum does not match, so it was damaged on the way"
+    return None
+
+
+def _foreign(blob: bytes, kind: str, scope: MessageScope) -> str | None:
+    """Say why a whole message is not the one that is expected, or None."""
+    _, _, its_kind, its_name, its_rank, its_epoch, its_generation, _ = _HEADER.unpack_from(blob)
     if its_kind != _kind_field(kind):
         return f"it is a {its_kind.rstrip(bytes(1)).decode('ascii', 'replace')!r} where a {kind!r} was expected"
     if its_name != _name_field(scope.name):

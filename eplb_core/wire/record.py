@@ -35,9 +35,9 @@ class RankRecord:
     backend, backend_version : str
         Chosen backend, and the version of the distribution it comes from.
     core_version : str
-        Of eplb-core.
+        Release of eplb-core.
     api_version : int
-        Of the plugin contract.
+        Version of the plugin contract.
     label : str
         Leading word of the texts of `difference`.
     options : mapping of str to str, int, float or bool
@@ -45,7 +45,7 @@ class RankRecord:
     members : tuple of int
         Ranks that take part, ascending.
     boot_id : str
-        See `read_boot_id`.
+        Equal for ranks on one machine, from `read_boot_id`.
     host : str
         Address under which other ranks reach this one.
     layout : LayoutRecord
@@ -81,18 +81,7 @@ class RankRecord:
             raise MetadataError("EPLB-M005", peer=self.rank, problem=problem)
 
     def to_bytes(self) -> bytes:
-        """Encode: length of the packed JSON, the packed JSON, the payload as it is.
-
-        Returns
-        -------
-        bytes
-            At most `MAX_RECORD_NBYTES`.
-
-        Raises
-        ------
-        MetadataError
-            EPLB-M005 when it would be longer.
-        """
+        """Encode: length of the packed JSON, packed JSON, payload; EPLB-M005 beyond `MAX_RECORD_NBYTES`."""
         document = _shared_document(self) | {
             "rank": self.rank,
             "label": self.label,
@@ -107,25 +96,12 @@ class RankRecord:
 
     @classmethod
     def from_bytes(cls, blob: bytes, *, rank: int) -> RankRecord:
-        """Decode what `to_bytes` made.
+        """Decode what `to_bytes` made of rank ``rank``; anything else is refused (EPLB-M005).
 
-        Parameters
-        ----------
-        blob : bytes
-            Encoded record, as unsealed.
-        rank : int
-            Whose it must be.
-
-        Returns
-        -------
-        RankRecord
-            Equal to what was encoded.
-
-        Raises
-        ------
-        MetadataError
-            EPLB-M005 for anything else: unknown or missing keys, wrong types, values out of range, sizes out of
-            bounds, bytes to spare, another rank's record.
+        Notes
+        -----
+        Refused are unknown or missing keys, wrong types, values out of range, sizes out of bounds, bytes to spare, and
+        the record of another rank.
         """
         try:
             return _decode(blob, rank)

@@ -29,6 +29,8 @@ from tests.support.lives import (
     within,
 )
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 6.0
 STORE_LIMIT_S = 2.0
 
@@ -47,11 +49,15 @@ def whose_store_stops(rank: Rank, port: int, call: str):
     other = torch.zeros(2, 8)
     config = case_config("torch_gloo", timeout_s=STORE_LIMIT_S)
     again = eplb.ControlPlane.from_store(store_at(port), rank=rank.rank, world_size=rank.world_size)
+
+    def build(plane: eplb.ControlPlane) -> eplb.Communicator:
+        return eplb.Communicator(config, [[other]], plane, name="other")
+
     calls = {
         "rebuild": lambda: life.comm.rebuild(STORE_LIMIT_S),
         "rebuild with a control plane": lambda: life.comm.rebuild(STORE_LIMIT_S, control=again),
-        "Communicator": lambda: eplb.Communicator(config, [[other]], control, name="other"),
-        "Communicator with a control plane": lambda: eplb.Communicator(config, [[other]], again, name="other"),
+        "Communicator": lambda: build(control).connect(),
+        "Communicator with a control plane": lambda: build(again).connect(),
         "connect": lambda: life.comm.connect(STORE_LIMIT_S),
         "rearrange": lambda: life.comm.rearrange(maps[1], maps[2]),
         "close": life.comm.close,
@@ -97,13 +103,16 @@ def test_a_stopped_store_host_costs_a_call_its_limit_and_no_more(call: str) -> N
 
 def whose_store_is_gone(rank: Rank, port: int, kind: str):
     """Build one once the store's host is dead."""
-    store = store_at(port)
+    control = eplb.ControlPlane.from_store(store_at(port), rank=rank.rank, world_size=rank.world_size)
     rank.tell("ready")
     rank.listen()
-    control = eplb.ControlPlane.from_store(store, rank=rank.rank, world_size=rank.world_size)
     config = case_config("torch_gloo", timeout_s=STORE_LIMIT_S)
     weights = [[torch.zeros(4, 8)]] if kind == "good" else [[torch.zeros(4, 16)[:, ::2]]]
-    return within(STORE_LIMIT_S + 4, lambda: eplb.Communicator(config, weights, control))
+
+    def build() -> None:
+        eplb.Communicator(config, weights, control).connect()
+
+    return within(STORE_LIMIT_S + 4, build)
 
 
 @pytest.mark.parametrize("weights", ["good", "strided"])

@@ -43,6 +43,8 @@ from tests.support.lives import (
     use_lingering_backend,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 6.0
 TIMEOUT_S = 2.0

@@ -23,6 +23,8 @@ from tests.support.lives import (
     same_bytes_as_claimed,
 )
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 6.0
 ALONE_S = 1.0
 """How long one rank is watched before the other comes: it cannot have finished by then, or it obeyed a stale key."""

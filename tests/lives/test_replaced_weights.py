@@ -20,6 +20,8 @@ from tests.support.lives import (
     same_bytes_as_claimed,
 )
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["w13", "w2"]
 LAYER, TENSOR = 1, 1
 

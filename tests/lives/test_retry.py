@@ -22,6 +22,8 @@ from tests.support.lives import (
     same_bytes_as_claimed,
 )
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 6.0
 FOUR_LAYERS = [[512, 16]] * 4
 

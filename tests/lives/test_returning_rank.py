@@ -28,6 +28,8 @@ from tests.support.lives import (
     store_at,
 )
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 6.0
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from eplb_core.errors import EplbError
-from eplb_core.voting.meeting import Joining, Meeting, Post, Roll, post_key
+from eplb_core.voting.meeting import Meeting
 from eplb_core.voting.operations import Count, Get, Put, Steps
+from eplb_core.voting.roll import Joining, Post, Roll, post_key
 from eplb_core.voting.vote import Tally, Vote
 from eplb_core.wire.ballots import Ballot, Decision, decode_decision, encode_ballot, encode_decision
 from tests.protocol.ranks import Rules

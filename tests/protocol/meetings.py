@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eplb_core.errors import EplbError
-from eplb_core.voting.meeting import Roll, post_key
 from eplb_core.voting.operations import Operation, Put
+from eplb_core.voting.roll import Roll, post_key
 from eplb_core.wire.ballots import decode_decision
 from eplb_core.wire.envelope import MessageScope
 from tests.protocol.actors import Actor, Begin, End, Lives, Local

@@ -10,9 +10,10 @@ from typing import Any
 
 from eplb_core.control.process import ProcessIdentity
 from eplb_core.errors import EplbError, error_for
-from eplb_core.voting.meeting import Joining, Meeting, Roll, all_agree
+from eplb_core.voting.meeting import Meeting
 from eplb_core.voting.operations import Pause, Refusal, Steps
-from eplb_core.voting.vote import Vote
+from eplb_core.voting.roll import Joining, Roll
+from eplb_core.voting.vote import Vote, all_agree
 from eplb_core.wire.ballots import Ballot, Decision
 from eplb_core.wire.envelope import MessageScope
 from tests.protocol.store import Contents, perform

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from eplb_core.errors import EplbError, error_for
-from eplb_core.voting.meeting import Post, Roll, all_agree, post_key, whom
+from eplb_core.voting.meeting import whom
 from eplb_core.voting.operations import Count, Get, Operation, Pause, Put, PutFirst, Refusal
-from eplb_core.voting.vote import Vote
+from eplb_core.voting.roll import Post, Roll, post_key
+from eplb_core.voting.vote import Vote, all_agree
 from eplb_core.wire.ballots import Ballot, Decision, decode_ballot, decode_decision, encode_decision
 from eplb_core.wire.envelope import OVERHEAD_NBYTES, MessageScope
 from tests.protocol.ranks import NAME, PROCESSES, THE_RULES, Attempt, attend, drive
@@ -270,6 +271,8 @@ def _written(name: object, key: str, value: bytes, verb: str = "") -> str:
     what, body = key.split("/"), value[OVERHEAD_NBYTES:]
     if what[:2] == ["meet", "read"]:
         return f"{name} notes that it has read the post {what[2]}"
+    if what[:2] == ["meet", "contested"]:
+        return f"{name} leaves word that another process posted {what[2]}"
     if what[:2] == ["meet", "post"]:
         post = Post.from_bytes(body)
         purpose = f"refusing: {post.refusal}" if post.refusal else f"to meet {_list(post.members)}"

@@ -39,7 +39,7 @@ def walk(ranks, tries, *, crashes=0, old=True, rounds=8):
         pytest.param(2, 2, 1, True, marks=slow),
         pytest.param(2, 1, 2, True, marks=slow),
         pytest.param(4, 1, 0, True, marks=slow),
-        pytest.param(3, 1, 1, True, marks=slow),
+        pytest.param(3, 1, 1, True, marks=soak),
         pytest.param(3, 2, 0, True, marks=soak),
     ],
 )

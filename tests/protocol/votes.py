@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eplb_core.errors import EplbError, error_for
-from eplb_core.voting.meeting import all_agree
 from eplb_core.voting.operations import Steps
-from eplb_core.voting.vote import Vote
+from eplb_core.voting.vote import Vote, all_agree
 from eplb_core.wire.ballots import Ballot, Decision, decode_ballot
 from eplb_core.wire.envelope import MessageScope
 from tests.protocol.actors import Actor, End, Local

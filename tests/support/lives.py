@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from _pytest.mark.structures import ParameterSet
 
 import eplb_core as eplb
 from eplb_core.errors import EplbError
@@ -45,7 +46,14 @@ _NIXL = pytest.param(BackendCase("nixl"), id="nixl", marks=_NEEDS_NIXL)
 _NIXL_TCP = pytest.param(BackendCase("nixl", {"UCX_TLS": "tcp"}), id="nixl-tcp", marks=_NEEDS_NIXL)
 _NIXL_STAGED = pytest.param(BackendCase("nixl", options={"mode": "staged"}), id="nixl-staged", marks=_NEEDS_NIXL)
 
-over_every_transport = pytest.mark.parametrize("backend", [_GLOO, _NIXL, _NIXL_TCP, _NIXL_STAGED])
+
+def _in_the_soak_run(case: ParameterSet) -> ParameterSet:
+    return pytest.param(*case.values, id=case.id, marks=[*case.marks, pytest.mark.soak])
+
+
+over_every_transport = pytest.mark.parametrize(
+    "backend", [_GLOO, _NIXL, _in_the_soak_run(_NIXL_TCP), _in_the_soak_run(_NIXL_STAGED)]
+)
 over_gloo_and_nixl = pytest.mark.parametrize("backend", [_GLOO, _NIXL])
 over_gloo_and_nixl_tcp = pytest.mark.parametrize("backend", [_GLOO, _NIXL_TCP])
 over_nixl = pytest.mark.parametrize("backend", [_NIXL, _NIXL_TCP])

@@ -45,11 +45,12 @@ def moves(rank: Rank, device: str, backend: str = "torch_gloo", options=None, st
     wrong = []
     with communicator(rank, model.weights, backend, options, staging_layers=staging_layers) as comm:
         for old, new in itertools.pairwise(maps):
-            report = comm.rearrange(old, new)
+            comm.rearrange(old, new)
             wrong += model.wrong_rows(new)
         landing = [slot.untyped_storage().data_ptr() for slot in comm._lives.epoch.landing.slots]
         is_cupys = all(address in pinned_on_host.held for address in landing)
         allocator = comm._lives.epoch.setup.allocator
+        counted = allocator.stats()  # the report adds spare rows, which only some placements need
     del comm
     if device != "cpu":
         torch.accelerator.synchronize()  # close does not wait for the event that guards landing memory
@@ -57,7 +58,7 @@ def moves(rank: Rank, device: str, backend: str = "torch_gloo", options=None, st
     gc.collect()
     lent = len(pinned_on_host.held) - pool.n_free_blocks()
     assert before == ({}, 0)
-    return wrong, is_cupys, report.staging, (after.nbytes_in_use, after.nbytes_pool, lent)
+    return wrong, is_cupys, counted, (after.nbytes_in_use, after.nbytes_pool, lent)
 
 
 @pytest.mark.parametrize("staging_layers", [1, 2])

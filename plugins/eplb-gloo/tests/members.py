@@ -15,7 +15,7 @@ import torch.distributed as dist
 from eplb_core.backend import BackendContext, Buffers, Cancelled, PeerMetadata, TransferPlan
 from eplb_core.memory.landing import LandingMemory
 from eplb_core.memory.staging import TorchStaging
-from eplb_core.plan import plan_moves
+from eplb_core.plan import TransferRules, plan_moves
 from eplb_core.testing.ranks import Rank
 from eplb_core.weights.layout import build_layout
 from eplb_gloo.backend import GlooBackend
@@ -161,14 +161,10 @@ class Member:
             layer,
             self.rank,
             self.layout.geometries[layer],
+            TransferRules(GlooBackend.landing_layout, self.backend.coalesce_nbytes),
             generation=1,
             sequence=self.sequence,
             slot=self.sequence % self.case.staging_layers,
-            landing_layout=GlooBackend.landing_layout,
-            coalesce_nbytes=self.backend.coalesce_nbytes,
-            batched=False,
-            max_ops_per_batch=32,
-            migration_batching=False,
         )
         self.sequence += 1
         return plan

@@ -22,7 +22,7 @@ from eplb_core.backend import BackendContext, Buffers, Cancelled, PeerMetadata
 from eplb_core.memory.commit import commit_copies
 from eplb_core.memory.landing import LandingMemory
 from eplb_core.memory.staging import TorchStaging
-from eplb_core.plan import plan_moves
+from eplb_core.plan import TransferRules, plan_moves
 from eplb_core.weights.layout import build_layout
 from eplb_nixl.backend import NixlBackend
 from eplb_nixl.options import NixlOptions
@@ -152,14 +152,10 @@ class Rank:
             layer,
             self.rank,
             self.layout.geometries[layer],
+            TransferRules(NixlBackend.landing_layout),
             generation=self.generation,
             sequence=(self.generation << 32) + place,
             slot=place % 2,
-            landing_layout=NixlBackend.landing_layout,
-            coalesce_nbytes=0,
-            batched=False,
-            max_ops_per_batch=32,
-            migration_batching=False,
         )
 
     def start(self, old: np.ndarray, new: np.ndarray, *, first: int = 0) -> tuple[Any, list[Any]]:

@@ -76,7 +76,7 @@ def test_metadata_that_is_not_the_peers_own_is_refused_and_the_right_one_then_ta
         for name, text in said["texts"].items():
             assert text.startswith("EPLB-M005 Refused a message from rank"), (name, text)
         assert "checksum" in said["texts"]["flipped"]
-        assert "eplb-older-" in said["texts"]["stale"]
+        assert "is of rank" in said["texts"]["stale"]
         assert said["wrong"] == 0
 
 

@@ -249,10 +249,11 @@ class NixlBackend:
                     self._quarantine(f"it was closed with READs of layer {transfer.layer} in flight")
         with self._agent.lock:
             if flight is not None and flight.exposure.warm_up.waiting_for:
-                if not self._guard.may_progress():
-                    self._quarantine("a peer died while connections were made")
-                # The end of the agent gives first READs back, which need not stop what they write.
-                make_immortal(flight.exposure.warm_up.landing)
+                # Giving a first READ back makes progress, and ends this process when the peer's agent has ended by
+                # then, as it has when it gave the connect up too. So the agent stays as it is, never asked again, with
+                # what first READs write; landing memory has nothing to do with them.
+                make_immortal(self)
+                return not self._life.is_poisoned
             if self._life.is_poisoned:
                 return False
             self._agent.close()

@@ -91,11 +91,11 @@ class SlowAbort(Good):
 
 class CountsOnAbsentRanks(Good):
     @hookimpl
-    def register_buffers(self, buffers):
+    def exchange_metadata(self, local, peers):
         self.context.store.set(f"here/{self.context.rank}", "1")
         everyone = [f"here/{rank}" for rank in range(self.context.world_size)]
         self.context.store.wait(everyone, timedelta(seconds=3))
-        return super().register_buffers(buffers)
+        return super().exchange_metadata(local, peers)
 
 
 class HangsOnClose(Good):

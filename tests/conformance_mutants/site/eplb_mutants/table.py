@@ -98,6 +98,21 @@ MUTANTS = {
     "counts_on_absent_ranks": Mutant("failing", "a_dead_rank_is_survived", "waits for ranks that are no members"),
     "hangs_on_close": Mutant("failing", "a_forced_close_is_prompt", "closes after four seconds"),
     "forgets_earlier_peers": Mutant("failing", "later_peers_are_added", "replaces its peers by the new ones"),
+    # lives
+    "named_too_early": Mutant("living", "epoch_and_store_come_with_the_meeting", "keeps the epoch it is built with"),
+    "greets_too_early": Mutant(
+        "living", "epoch_and_store_come_with_the_meeting", "sets a key of the store in register_buffers"
+    ),
+    "copies_its_context": Mutant("living", "epoch_and_store_come_with_the_meeting", "copies the context when built"),
+    "counts_its_transfers": Mutant("living", "only_the_plan_is_counted", "numbers transfers as it starts them"),
+    "follows_the_last_sequence": Mutant("living", "only_the_plan_is_counted", "names a transfer by the one before it"),
+    "closes_in_name": Mutant("living", "close_knows_what_abort_left", "says safe while a thread goes on"),
+    "forgets_what_it_aborted": Mutant(
+        "living", "close_knows_what_abort_left", "looks at close for transfers in flight, not for those abort left"
+    ),
+    "searches_cancelled": Mutant("living", "cancelled_is_no_text", "looks for a word in cancelled()"),
+    "wants_a_rank_in_the_text": Mutant("living", "cancelled_is_no_text", "obeys a reason that names a rank, no other"),
+    "goes_on_with_the_lost": Mutant("living", "cancelled_is_no_text", "goes on with a peer that is lost"),
     # growth
     "leaks_descriptors": Mutant("growing", "descriptors_do_not_grow", "opens a file per round"),
     "leaks_threads": Mutant("growing", "threads_do_not_grow", "starts a thread per round that never ends"),

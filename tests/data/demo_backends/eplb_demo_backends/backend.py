@@ -54,7 +54,7 @@ class ThroughStore:
                 time.sleep(0.001)
             landing[start : start + nbytes] = memoryview(self.context.store.get(key))
             self.context.store.delete_key(key)
-        if plan.sequence > 1 and self.context.rank == 1:
+        if plan.layer > 0 and self.context.rank == 1:
             self.spoil(landing, receives)
         return TransferReceipt(int(receives.nbytes.sum()), int(plan.sends.nbytes.sum()))
 

@@ -1,0 +1,65 @@
+"""Kit tests: nothing of one life, or of one aborted layer, reaches the next."""
+
+from __future__ import annotations
+
+from eplb_core.backend import Cancelled
+from eplb_core.testing import scenarios_lives
+from eplb_core.testing.expectation import expect
+from eplb_core.testing.gate import Gated
+from eplb_core.testing.kit_test import kit_test
+from eplb_core.testing.pool import RankPool, Subject
+
+_CANCELLED = (
+    Cancelled("rank 1 is gone", peer_lost=True),
+    Cancelled("the other end was killed", peer_lost=True),
+    Cancelled("", peer_lost=True),
+    Cancelled("nobody answers", store_lost=True),
+    Cancelled("the others have given up"),
+)
+
+
+class LifeChecks(Gated):
+    """What one life or one aborted layer leaves behind never reaches the next."""
+
+    @kit_test
+    def test_epoch_and_store_come_with_the_meeting(self, ranks: RankPool, subject: Subject) -> None:
+        """The constructor or `register_buffers` uses ``context.epoch`` or ``context.store``: neither is there yet.
+
+        Ranks build their backends minutes apart and meet afterwards. What is named after 0 is named alike in every
+        life, so that one life's keys and agents are taken for another's.
+        """
+        ranks.run(scenarios_lives.waits_for_the_meeting, subject)
+
+    @kit_test
+    def test_only_the_plan_is_counted(self, ranks: RankPool, subject: Subject) -> None:
+        """Transfers are told apart by a counter of the backend's own: after an abort its peers count differently.
+
+        What both ends must agree on follows from the plan (``generation``, ``layer``, ``sequence``, which jumps); one
+        rank may have started a transfer more than the other, and have drained it.
+        """
+        for across in (False, True):
+            ranks.run(scenarios_lives.counts_what_the_plan_counts, subject, across, timeout_s=60)
+
+    @kit_test
+    def test_close_knows_what_abort_left(self, ranks: RankPool, subject: Subject) -> None:
+        """`close` says that memory is safe while a transfer still writes: it is freed, and others' data overwritten."""
+        for aborted in (True, False):
+            ranks.run(scenarios_lives.is_quiet_once_closed, subject, aborted)
+
+    @kit_test
+    def test_cancelled_is_no_text(self, ranks: RankPool, subject: Subject) -> None:
+        """`wait` decides by the words of ``context.cancelled()``, or goes on with a peer that is lost.
+
+        It is a `Cancelled`: ``peer_lost`` and ``store_lost`` are for decisions, ``reason`` is for people and may be
+        anything. Whichever it is, `wait` ends at once, with an error of ours, and the lost peer is not touched again.
+        """
+        for cancelled in _CANCELLED:
+            story, peer = ranks.run(scenarios_lives.gives_up_when_told, subject, cancelled, timeout_s=30)
+            told = f"cancelled() returned {cancelled!r}"
+            expect("outlasted" not in peer, f"{told}: {peer.get('outlasted')}")
+            seconds = story["seconds"]
+            expect(seconds < scenarios_lives.PROMPT_S, f"{told}, and wait went on for {seconds:.1f} s")
+            expect(story["typed"], f"{told}, and wait raised {story['error']}")
+            expect("afterwards" not in story, f"{told}; then abort or progress raised {story.get('afterwards')}")
+            missing = story.get("missing")
+            expect(not missing, f"{told}, and wait returned a receipt without (tensor, row) {(missing or [])[:8]}")

@@ -1,0 +1,123 @@
+"""What is posted and published at a meeting: each rank's post, the roll, and how a rank votes on it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from eplb_core.control.process import ProcessIdentity
+from eplb_core.errors import EplbError
+from eplb_core.voting.vote import Tally, Vote
+from eplb_core.wire.ballots import Ballot, decode_error, encode_error
+
+
+@dataclass(frozen=True)
+class Post:
+    """What a rank posts when it comes to a meeting.
+
+    Parameters
+    ----------
+    nonce : str
+        Of this attempt alone.
+    members : tuple of int
+        Whom its host told it to meet.
+    epoch : int
+        The last it took part in; 0 is none.
+    process : ProcessIdentity
+        Who posts.
+    refusal : EplbError or None
+        It cannot take part, for this reason.
+    """
+
+    nonce: str
+    members: tuple[int, ...]
+    epoch: int
+    process: ProcessIdentity
+    refusal: EplbError | None = None
+
+    def to_bytes(self) -> bytes:
+        """Encode it."""
+        document = {
+            "nonce": self.nonce,
+            "members": self.members,
+            "epoch": self.epoch,
+            "process": self.process.to_json(),
+            "refusal": encode_error(self.refusal) if self.refusal else None,
+        }
+        return json.dumps(document).encode()
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> Post:
+        """Decode what `to_bytes` made."""
+        data = json.loads(body)
+        refusal = decode_error(data["refusal"]) if data["refusal"] else None
+        members = tuple(int(rank) for rank in data["members"])
+        process = ProcessIdentity.from_json(data["process"])
+        return cls(str(data["nonce"]), members, int(data["epoch"]), process, refusal)
+
+
+@dataclass(frozen=True)
+class Roll:
+    """Who meets: each member by the nonce that it posted.
+
+    Parameters
+    ----------
+    nonces : mapping of int to str
+        By rank.
+    epoch : int
+        Number of the epoch that begins, higher than any that a member knows.
+    refused_by : int or None
+        Whose post refuses: the lowest member, the only one that looks at all, has read it, and says so to the others.
+    """
+
+    nonces: Mapping[int, str]
+    epoch: int
+    refused_by: int | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks, ascending."""
+        return tuple(sorted(self.nonces))
+
+    @property
+    def namespace(self) -> str:
+        """Where the votes of this epoch are: follows from all nonces, so no other life has ever used it."""
+        text = json.dumps([self.epoch, sorted(self.nonces.items())])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """Encode it."""
+        return json.dumps([self.epoch, sorted(self.nonces.items()), self.refused_by]).encode()
+
+    @classmethod
+    def from_bytes(cls, body: bytes) -> Roll:
+        """Decode what `to_bytes` made."""
+        epoch, nonces, refused_by = json.loads(body)
+        refused_by = None if refused_by is None else int(refused_by)
+        return cls({int(rank): str(nonce) for rank, nonce in nonces}, int(epoch), refused_by)
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How a rank votes on a roll that holds it.
+
+    Parameters
+    ----------
+    vote : Vote
+        In the roll's namespace.
+    ballot : Ballot
+        This rank's.
+    tally : callable
+        From all ballots to the decision.
+    """
+
+    vote: Vote
+    ballot: Ballot
+    tally: Tally
+
+
+def post_key(rank: int) -> str:
+    """Return the key of a rank's post."""
+    return f"meet/post/{rank}"
