@@ -15,7 +15,7 @@ from eplb_core.balancing.layer_moves import moves
 from eplb_core.balancing.patience import Patience
 from eplb_core.balancing.vote_store import VoteStore
 from eplb_core.errors import error_for
-from eplb_core.voting.meeting import all_agree
+from eplb_core.voting.vote import all_agree
 from eplb_core.voting.operations import Refusal
 from eplb_core.wire.ballots import Ballot, Decision
 

@@ -113,7 +113,7 @@ class CoreAccess:
 
     def settle(self, events: list[Any]) -> None:
         """Wait, within the limit, until events have happened on the device."""
-        self._epoch.setup.streams.settle(events)
+        self._epoch.setup.streams.wait_for(events)
 
     def begin(self, old_map: IntArray, new_map: IntArray, refusal: EplbError | None = None) -> Rearrangement:
         """Begin a rearrangement, or tell the others, where they agree on it, why this rank does not want it."""
