@@ -15,8 +15,8 @@ from eplb_core.balancing.layer_moves import moves
 from eplb_core.balancing.patience import Patience
 from eplb_core.balancing.vote_store import VoteStore
 from eplb_core.errors import error_for
-from eplb_core.voting.vote import all_agree
 from eplb_core.voting.operations import Refusal
+from eplb_core.voting.vote import all_agree
 from eplb_core.wire.ballots import Ballot, Decision
 
 if TYPE_CHECKING:
@@ -116,7 +116,9 @@ class BackgroundRearrangement:
 
         def voting(vote: Vote, ballot: Ballot) -> Decision:
             progress.enter("vote", layer)
-            votes = VoteStore(vote, self._core.landed_vote(rearrangement, layer), self._core.rank)
+            votes = VoteStore(
+                vote, self._core.landed_vote(rearrangement, layer), self._core.rank, self._core.members.client
+            )
             under_way.votes[layer] = votes.over(self._engine_client())
             where = f"layer {layer}, phase vote"
             deliberation = Deliberation(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from eplb_core.balancing.promise import Operation, Outcome
-from eplb_core.voting.operations import perform
-from eplb_core.wire.ballots import Ballot, Decision, encode_ballot
+from eplb_core.voting.operations import Steps, perform
+from eplb_core.wire.ballots import Ballot, Decision
 
 if TYPE_CHECKING:
     from eplb_core.control.store import StoreClient
     from eplb_core.voting.vote import Vote
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -45,45 +46,46 @@ class VoteStore:
         Its ballots are the landed ones, its commit is "ready".
     rank : int
         This one.
+    client : StoreClient
+        The connection of the thread.
     """
 
-    def __init__(self, vote: Vote, landed: Vote, rank: int) -> None:
+    def __init__(self, vote: Vote, landed: Vote, rank: int, client: StoreClient) -> None:
         self.vote = vote
         self.landed = landed
         self._rank = rank
+        self._client = client
 
     def over(self, client: StoreClient) -> VoteStore:
         """Return the same over a connection of another thread's own."""
-        vote, landed = copy.copy(self.vote), copy.copy(self.landed)
-        vote._client = landed._client = client
-        return VoteStore(vote, landed, self._rank)
+        return VoteStore(self.vote, self.landed, self._rank, client)
 
     def execute(self, operation: Operation) -> Any:
         """Do one operation and return its result."""
         verb, topic, value = operation
         vote = self.landed if topic in ("landed", "ready") else self.vote
         if verb == "set" and topic == "ready":
-            vote.balloted = True
-            _put(vote, Decision(True, self._rank, content={"step": value}))
+            self._perform(vote.putting(Decision(True, self._rank, content={"step": value})))
         elif verb == "set":
-            ballot = Ballot(True, content={"promise": value})
-            if isinstance(value, Landed):
-                ballot = Ballot(True, content={"step": value.step}, evidence=value.ballot.evidence)
-            vote.balloted = True  # before the store has it: one that loses the store here is in doubt
-            vote._client.set(vote._ballot_key(self._rank), vote._scope.seal("ballot", encode_ballot(ballot)))
+            self._perform(vote.balloting(_ballot(value)))
         elif verb == "add":
-            return vote._client.add(f"{vote._prefix}/count")
+            return self._perform(vote.counting())
         elif verb == "read all":
-            return _read(topic, vote.ballots())
+            return _read(topic, self._perform(vote.reading()))
         elif verb == "read":
-            return _known(vote.poll())
+            return _known(self._perform(vote.polling()))
         elif verb == "put":
-            return _known(_put(vote, _decision(value)))
+            return _known(self._perform(vote.putting(_decision(value))))
         return None
 
+    def _perform(self, steps: Steps[R]) -> R:
+        return perform(steps, self._client)
 
-def _put(vote: Vote, decision: Decision) -> Decision:
-    return perform(vote._putting(decision), vote._client)
+
+def _ballot(value: Any) -> Ballot:
+    if isinstance(value, Landed):
+        return Ballot(True, content={"step": value.step}, evidence=value.ballot.evidence)
+    return Ballot(True, content={"promise": value})
 
 
 def _read(topic: str, ballots: Mapping[int, Ballot]) -> Mapping[int, Any]:
