@@ -38,7 +38,9 @@ class EPLBConfig(BaseModel):
         default=0, ge=0, description="Physical experts per MoE layer beyond the logical ones."
     )
     log_balancedness: bool = Field(
-        default=False, description="Log balancedness, the mean over the maximum of tokens per rank."
+        default=False,
+        description="Log balancedness, the mean over the maximum of tokens per rank, on the lowest rank: of the placement that"
+        " holds, under the load of all ranks that was gathered last.",
     )
     log_balancedness_interval: int = Field(
         default=1,

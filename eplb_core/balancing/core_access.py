@@ -56,6 +56,11 @@ class CoreAccess:
         return self._epoch.rank
 
     @property
+    def is_lowest_member(self) -> bool:
+        """Is this the rank that speaks for all?"""
+        return self.rank == self._epoch.asked[0]
+
+    @property
     def world_size(self) -> int:
         """Ranks of the group, absent ones included."""
         return self._epoch.control.world_size

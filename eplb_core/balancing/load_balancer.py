@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -20,15 +22,17 @@ from eplb_core.balancing.policy import check_slots, load_policy
 from eplb_core.balancing.progress import LoadBalancerStatus, Progress
 from eplb_core.balancing.promise import PromiseBook
 from eplb_core.balancing.rearranger import Rearranger
+from eplb_core.balancing.setup import check_arguments, checked_placement
 from eplb_core.balancing.worker import Worker
 from eplb_core.communicator import Communicator
 from eplb_core.config import EPLBConfig
 from eplb_core.errors import ConfigError, TransferError, error_for
-from eplb_core.plan import check_maps
 
 if TYPE_CHECKING:
     from eplb_core.balancing.load_window import LoadSnapshot
     from eplb_core.report import RearrangeReport
+
+logger = logging.getLogger("eplb_core")
 
 OnCommit = Callable[[int, IntArray, IntArray], None]
 """``on_commit(layer, old_row, new_row)``: a layer's weights and map, [num_physical_experts], have changed."""
@@ -81,14 +85,14 @@ class LoadBalancer:
         *,
         num_expert_groups: int = 1,
     ) -> None:
-        _check_arguments(config, communicator, on_commit, num_expert_groups)
+        check_arguments(config, communicator, on_commit, num_expert_groups)
         self.config = config
         self._on_commit = on_commit
         self._num_expert_groups = num_expert_groups
         self._policy = load_policy(config)
         self._closed = False
         core = CoreAccess(communicator, config)
-        placement = _checked_map(core, physical_to_logical_map)
+        placement = checked_placement(core, physical_to_logical_map)
         self._num_logical_experts = check_slots(config, num_logical_experts, placement.shape[1])
         if placement.max(initial=-1) >= self._num_logical_experts:
             problem = f"the map names expert {placement.max()}, and there are {self._num_logical_experts}"
@@ -167,6 +171,8 @@ class LoadBalancer:
         self._check_open()
         snapshot = self._engine.end_step(is_dummy=is_dummy)
         committed = self._engine.commit_due()
+        if self.config.log_balancedness:
+            self._log_balancedness()
         if snapshot is not None:
             if self._worker is None:
                 committed += self._rearrange_now(snapshot)
@@ -176,6 +182,19 @@ class LoadBalancer:
         if not committed:
             self._engine.raise_failure()
         return tuple(committed)
+
+    def _log_balancedness(self) -> None:
+        """Say, on one rank, what is known without asking anyone: the load was gathered for the last rearrangement."""
+        step, balancedness = self._book.step, self._progress.balancedness
+        if balancedness is None or step % self.config.log_balancedness_interval or not self._core.is_lowest_member:
+            return
+        logger.info(
+            "%s: step %d: balancedness %.3f (mean over maximum of tokens per rank, load up to step %d)",
+            self._core.communicator.name,
+            step,
+            balancedness,
+            self._progress.load_step,
+        )
 
     def _rearrange_now(self, snapshot: LoadSnapshot) -> list[int]:
         self._rearranger.run(snapshot)
@@ -196,31 +215,9 @@ class LoadBalancer:
     @property
     def status(self) -> LoadBalancerStatus:
         """What it is doing, for which layer, for whom it waits and since when."""
-        progress, book = self._progress, self._book
-        phase, layer, since_s = progress.at
-        with book.changed:
-            promised, due, step = dict(book.promised), dict(book.due), book.step
-        return LoadBalancerStatus(
-            phase="closed" if self._closed else phase,
-            layer=layer,
-            since_s=time.monotonic() - since_s,
-            waiting_for=progress.waiting_for,
-            step=step,
-            promised=promised,
-            due=due,
-            next_step=self._handover.next_step,
-            backend=self._core.communicator.backend,
-            num_rearrangements=progress.num_rearrangements,
-            num_failures=progress.num_failures,
-            failures_in_a_row=progress.failures_in_a_row,
-            num_engine_waits=progress.num_engine_waits,
-            num_engine_settled=progress.num_engine_settled,
-            engine_waited_s=progress.engine_waited_s,
-            longest_engine_wait_s=progress.longest_engine_wait_s,
-            counter_offset=progress.counter_offset,
-            last_failure=progress.last_failure,
-            placement=progress.placement,
-        )
+        core, handover = self._core, self._handover
+        status = self._progress.status(self._book, next_step=handover.next_step, backend=core.communicator.backend)
+        return replace(status, phase="closed") if self._closed else status
 
     # --- what the host does otherwise ---------------------------------------------------------------------------------
 
@@ -237,7 +234,7 @@ class LoadBalancer:
         self._check_open()
         reloaded = None
         if physical_to_logical_map is not None:
-            reloaded = _checked_map(self._core, physical_to_logical_map)
+            reloaded = checked_placement(self._core, physical_to_logical_map)
         self._engine.drop(reloaded)
         if reloaded is not None and self._worker is None:
             self._core.communicator.reloaded(reloaded)
@@ -259,9 +256,9 @@ class LoadBalancer:
             See `LoadBalancer`.
         """
         self._check_open()
-        _check_arguments(self.config, communicator, self._on_commit, self._num_expert_groups)
+        check_arguments(self.config, communicator, self._on_commit, self._num_expert_groups)
         core = CoreAccess(communicator, self.config)
-        placement = _checked_map(core, physical_to_logical_map)
+        placement = checked_placement(core, physical_to_logical_map)
         self._stop()
         self._begin(core, placement)
 
@@ -301,30 +298,3 @@ class LoadBalancer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _check_arguments(config: object, communicator: object, on_commit: object, num_expert_groups: object) -> None:
-    problem = ""
-    if not isinstance(config, EPLBConfig):
-        problem = f"config= should be EPLBConfig, got {type(config).__name__}"
-    elif not isinstance(communicator, Communicator):
-        problem = f"communicator= should be Communicator, got {type(communicator).__name__}"
-    elif on_commit is not None and not callable(on_commit):
-        problem = f"on_commit= should be callable, got {type(on_commit).__name__}"
-    elif isinstance(num_expert_groups, bool) or not isinstance(num_expert_groups, int) or num_expert_groups < 1:
-        problem = f"num_expert_groups= should be a number of groups, got {num_expert_groups!r}"
-    elif config.use_async and not communicator.config.use_async:
-        problem = "use_async=True, and the communicator was built with use_async=False"
-    if problem:
-        raise ConfigError("EPLB-C015", problem=problem)
-
-
-def _checked_map(core: CoreAccess, given: npt.ArrayLike) -> IntArray:
-    checked, _ = check_maps(
-        given,
-        given,
-        num_layers=core.num_layers,
-        world_size=core.world_size,
-        num_local_physical_experts=core.num_local_physical_experts,
-    )
-    return checked

@@ -78,7 +78,7 @@ class Placing:
         handover.rearranged_at(round_.step)
         if round_.placement is None:
             raise round_.refusal or EplbError("EPLB-P006", problem="no reason given")
-        self._progress.placement = round_.placement
+        self._progress.placed(round_.placement, round_.step)
         self._log(round_.placement, len(old_map))
         return round_.placement.physical_to_logical_map if round_.placement.num_moved_layers else None
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from eplb_core.balancing.policy import NewPlacement
+from eplb_core.balancing.promise import PromiseBook
 from eplb_core.errors import EplbError
 
 Phase = Literal[
@@ -99,6 +100,37 @@ class Progress:
     counter_offset: int = 0
     last_failure: EplbError | None = None
     placement: NewPlacement | None = None
+    balancedness: float | None = None
+    """Of the placement that holds, under the load of all ranks that was gathered last."""
+    load_step: int = 0
+    """The last step of that load."""
+
+    def status(self, book: PromiseBook, *, next_step: int, backend: str) -> LoadBalancerStatus:
+        """Return what it is at this moment."""
+        phase, layer, since_s = self.at
+        with book.changed:
+            promised, due, step = dict(book.promised), dict(book.due), book.step
+        return LoadBalancerStatus(
+            phase=phase,
+            layer=layer,
+            since_s=time.monotonic() - since_s,
+            waiting_for=self.waiting_for,
+            step=step,
+            promised=promised,
+            due=due,
+            next_step=next_step,
+            backend=backend,
+            num_rearrangements=self.num_rearrangements,
+            num_failures=self.num_failures,
+            failures_in_a_row=self.failures_in_a_row,
+            num_engine_waits=self.num_engine_waits,
+            num_engine_settled=self.num_engine_settled,
+            engine_waited_s=self.engine_waited_s,
+            longest_engine_wait_s=self.longest_engine_wait_s,
+            counter_offset=self.counter_offset,
+            last_failure=self.last_failure,
+            placement=self.placement,
+        )
 
     def enter(self, phase: Phase, layer: int | None = None) -> None:
         """A phase begins."""
@@ -121,3 +153,9 @@ class Progress:
         """A rearrangement came to its end."""
         self.num_rearrangements += 1
         self.failures_in_a_row = 0
+        if self.placement is not None:
+            self.balancedness = self.placement.balancedness_after
+
+    def placed(self, placement: NewPlacement, step: int) -> None:
+        """The load up to a step was gathered, and a placement found."""
+        self.placement, self.balancedness, self.load_step = placement, placement.balancedness_before, step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 
 import numpy as np
@@ -154,3 +155,29 @@ def stays_even(rank):
 
 def test_nothing_moves_when_nothing_is_gained():
     assert run_ranks(2, stays_even) == [([], 0, 1.0)] * 2
+
+
+def logs_balancedness(rank, use_async):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("eplb_core")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    serving = Serving(
+        rank, communicator="torch_gloo", use_async=use_async, log_balancedness=True, log_balancedness_interval=7
+    )
+    serving.serve_until(lambda: len(serving.commits) >= 5)
+    serving.serve(40)
+    serving.close()
+    said = [line for line in lines if "balancedness" in line and "step" in line and "default: step" in line]
+    return [int(line.split("step ")[1].split(":")[0]) for line in said]
+
+
+@pytest.mark.parametrize("use_async", [True, False])
+def test_balancedness_is_logged_at_its_interval_by_one_rank_from_the_load_that_is_known(use_async):
+    first, second = run_ranks(2, logs_balancedness, use_async)
+    assert second == []
+    assert len(first) >= 5
+    assert {step % 7 for step in first} == {0}
+    assert min(first) >= 20  # nothing is known before the first interval
