@@ -39,8 +39,8 @@ class EPLBConfig(BaseModel):
     )
     log_balancedness: bool = Field(
         default=False,
-        description="Log balancedness, the mean over the maximum of tokens per rank, on the lowest rank: of the placement that"
-        " holds, under the load of all ranks that was gathered last.",
+        description="Log balancedness, the mean over the maximum of tokens per rank, on the lowest rank: of the"
+        " placement that holds, under the load of all ranks that was gathered last.",
     )
     log_balancedness_interval: int = Field(
         default=1,
