@@ -53,7 +53,7 @@ ROOM_LINES = {
     "memory": 700,
     "rearrange": 2900,
     "observers": 1100,
-    "balancing": 2500,
+    "balancing": 4100,
     "testing": 4000,
     "bench": 2500,
     "cli": 2000,

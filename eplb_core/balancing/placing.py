@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from eplb_core.balancing.load_exchange import LoadExchange
 from eplb_core.balancing.policy import Group, NewPlacement, Policy, new_placement
-from eplb_core.errors import EplbError
+from eplb_core.errors import EplbError, error_for
 
 if TYPE_CHECKING:
     from eplb_core.arrays import IntArray
@@ -77,7 +77,7 @@ class Placing:
         round_ = self._exchange.run(snapshot.step, version, load, partial(self._place, old_map), pause)
         handover.rearranged_at(round_.step)
         if round_.placement is None:
-            raise round_.refusal or EplbError("EPLB-P006", problem="no reason given")
+            raise round_.refusal or error_for("EPLB-P006", problem="no reason given")
         self._progress.placed(round_.placement, round_.step)
         self._log(round_.placement, len(old_map))
         return round_.placement.physical_to_logical_map if round_.placement.num_moved_layers else None
