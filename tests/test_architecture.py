@@ -31,6 +31,7 @@ ROOMS = (
     "communicator",
     "observers",
     "balancing",
+    "launch",
     "testing",
     "bench",
     "cli",
@@ -54,8 +55,9 @@ ROOM_LINES = {
     "rearrange": 2900,
     "observers": 1100,
     "balancing": 2500,
-    "testing": 4000,
-    "bench": 2500,
+    "launch": 650,
+    "testing": 3600,
+    "bench": 1400,
     "cli": 2000,
 }
 

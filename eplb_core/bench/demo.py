@@ -6,22 +6,22 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from eplb_core.bench.launch import Connect, Emit
 from eplb_core.bench.load import zipf_load
 from eplb_core.bench.tensors import Verification, allocate, fill, verify
 from eplb_core.bench.workload import IntArray, Workload, WorkloadOptions, build_workload
 from eplb_core.errors import BenchError
+from eplb_core.launch.rank import Rank
 
 if TYPE_CHECKING:
     from eplb_core import Communicator, RearrangeReport
 
-TARGET = "eplb_core.bench.demo:run_launched"
-"""What `eplb_core.bench.launch.launch` is given."""
+Emit = Callable[[str, Mapping[str, Any]], None]
+"""``emit(kind, data)``: how a rank reports; `data` must go into JSON."""
 
 _SHOWN_ROWS = 5
 
@@ -47,24 +47,14 @@ class DemoJob:
     rounds: int = 1
     timeout_s: float = 60.0
 
-    def to_payload(self) -> dict[str, Any]:
-        """Return it as what goes into JSON."""
-        return asdict(self)
 
-    @classmethod
-    def from_payload(cls, payload: Mapping[str, Any]) -> DemoJob:
-        """Return the job of a payload."""
-        return cls(**{**payload, "workload": WorkloadOptions(**payload["workload"])})
-
-
-def run_launched(payload: Mapping[str, Any], rank: int, world_size: int, connect: Connect, emit: Emit) -> None:
-    """Run one rank on the store of its launch."""
-    job = DemoJob.from_payload(payload)
+def run_launched(rank: Rank, job: DemoJob) -> None:
+    """Run one rank on the store of its launch; its notes are (kind, data)."""
     dist: Any = import_module("torch.distributed")
     limit = timedelta(seconds=job.timeout_s)
-    group_store = dist.PrefixStore("demo_group", connect())
-    dist.init_process_group("gloo", store=group_store, rank=rank, world_size=world_size, timeout=limit)
-    run_rank(job, dist.group.WORLD, None, emit)
+    store = rank.store("demo_group")
+    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world_size, timeout=limit)
+    run_rank(job, dist.group.WORLD, None, lambda kind, data: rank.tell((kind, dict(data))))
     dist.destroy_process_group()
 
 

@@ -98,16 +98,22 @@ def demo(  # noqa: PLR0913 - one for each option of the command
 def _launch(job: DemoJob, num_ranks: int, limit_s: float, view: DemoView) -> int:
     """Run all ranks as processes of this one; return the exit status."""
     import eplb_core as eplb
-    from eplb_core.bench.demo import TARGET
-    from eplb_core.bench.launch import launch
+    from eplb_core.bench.demo import run_launched
     from eplb_core.bench.workload import build_workload, check_memory
+    from eplb_core.launch.supervise import launch
 
     # What is wrong with the options is said once, here, and not by every rank.
     check_memory(build_workload(job.workload, num_ranks))
     eplb.select(eplb.EPLBConfig(communicator=job.backend, use_async=False), device_type="cpu")
     try:
         with view.bars:
-            failures = launch(TARGET, job.to_payload(), num_ranks, limit_s=limit_s, on_event=view.on_event)
+            failures = launch(
+                run_launched,
+                job,
+                num_ranks=num_ranks,
+                limit_s=limit_s,
+                on_note=lambda rank, note: view.on_event(rank, *note),
+            )
     except KeyboardInterrupt:
         stderr().print("interrupted; all ranks are ended")
         return _INTERRUPTED

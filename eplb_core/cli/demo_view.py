@@ -21,8 +21,8 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from eplb_core.bench.launch import RankFailure
 from eplb_core.cli.console import stderr, stdout, write, write_points
+from eplb_core.launch.failure import RankFailure
 
 SCHEMA = 1
 
