@@ -35,7 +35,7 @@ class Communicator:
     Parameters
     ----------
     config : EPLBConfig
-        Which backend, limits, staging.
+        Backend, limits, staging.
     weights : sequence of sequence of torch.Tensor
         ``[num_moe_layers][num_tensors]``, first axis the local physical expert; see
         `eplb_core.weights.layout.build_layout`. Their memory is held until `close`.
@@ -196,7 +196,7 @@ class Communicator:
         Parameters
         ----------
         physical_to_logical_map : array-like of int, [num_moe_layers, num_physical_experts]
-            Of all ranks, as in `rearrange`.
+            Placement of all ranks, as in `rearrange`.
 
         Raises
         ------

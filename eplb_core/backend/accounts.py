@@ -84,7 +84,7 @@ class BlockAccounts:
         Parameters
         ----------
         block : StagingBlock
-            Of `grant`, not taken back before.
+            A block that `grant` returned and that was not taken back before.
         event : object or None
             A recorded device event: anything whose ``query()`` says whether it has completed.
 

@@ -17,13 +17,13 @@ class Event:
         What happens on this rank: a ballot is about to be cast (agree, vote), this rank read all ballots of a layer and
         is about to decide (tally), a layer was committed, a generation was aborted.
     name : str
-        Communicator.
+        Name of the communicator.
     epoch, generation : int
-        Which rearrangement.
+        Numbers of the rearrangement.
     layer : int or None
-        Which layer; None for agree and for an abort outside a layer.
+        Index of the layer; None for agree and for an abort outside a layer.
     ok : bool
-        Of a ballot: what is voted. True for commit, False for abort.
+        The vote of a ballot: True for commit, False for abort.
     reason : str
         Why not.
     evidence : mapping of str to mapping of int to bytes

@@ -33,7 +33,7 @@ class DemoJob:
     Parameters
     ----------
     workload : WorkloadOptions
-        What is moved.
+        The experts that are moved.
     backend : str or None
         None is the automatic choice.
     rounds : int

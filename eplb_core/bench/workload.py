@@ -37,7 +37,7 @@ class WorkloadOptions:
     num_layers, scale, num_redundant_experts : int or None
         None leaves the choice to `build_workload`.
     seed : int
-        Of contents and load.
+        Seed of the generated contents and of the load.
     """
 
     preset: str = DEFAULT_PRESET
@@ -67,7 +67,7 @@ class Workload:
     num_redundant_experts : int
         Physical experts beyond one for each logical expert.
     world_size : int
-        Ranks.
+        Number of ranks.
     """
 
     source: ExpertSource
@@ -127,7 +127,7 @@ def build_workload(options: WorkloadOptions, world_size: int) -> Workload:
     options : WorkloadOptions
         As the user gave them.
     world_size : int
-        Ranks.
+        Number of ranks.
 
     Returns
     -------

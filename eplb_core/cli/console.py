@@ -32,13 +32,13 @@ def write(console: Console, text: str, *, indent: str = "", hanging: str | None 
     Parameters
     ----------
     console : Console
-        Where to.
+        Console to write to.
     text : str
         One paragraph.
     indent, hanging : str
         What the first line and the following ones start with; the same when `hanging` is None.
     style : str
-        Of the whole paragraph.
+        Rich style of the whole paragraph.
     """
     following = indent if hanging is None else hanging
     lines = textwrap.wrap(

@@ -31,11 +31,11 @@ class Founded:
     store : torch.distributed.Store
         This rank's first connection to it; at rank 0, the store itself.
     rank, world_size : int
-        Within the group.
+        This rank's number within the group, and the size of the group.
     location : Location
         Where this rank listens.
     presence : Presence or None
-        Which other ranks are there; at rank 0 only.
+        Watches which other ranks are there; at rank 0 only.
     """
 
     store: Any

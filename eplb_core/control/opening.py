@@ -33,9 +33,9 @@ class Opened:
     store : torch.distributed.Store
         Connected for this caller alone.
     descriptor : int or None
-        Of its socket, where it is certain which that is; it belongs to the store.
+        Descriptor of its socket, where it is certain which one that is; it belongs to the store.
     address : str
-        Of this end, ``host:port``; empty where the descriptor is not known.
+        Address of this end, ``host:port``; empty where the descriptor is not known.
     """
 
     store: Any

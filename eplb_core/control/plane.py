@@ -86,7 +86,7 @@ class ControlPlane:
             Reached by every rank, of a kind that can be cloned. It must outlive the communicators, the process that
             hosts it included.
         rank, world_size : int
-            Within the expert-parallel group.
+            This rank's number within the expert-parallel group, and the size of the group.
         host : str or None
             Address of this machine at which the other ranks reach this one; None is loopback.
         ports : (int, int) or None

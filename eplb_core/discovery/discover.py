@@ -57,9 +57,9 @@ class Failure:
     Parameters
     ----------
     entry_point : str
-        Its entry point.
+        Entry point of the plugin.
     distribution, version : str
-        Who installed it; empty for a name in ``EPLB_PLUGINS`` that nobody offers.
+        Distribution that installed it; empty for a name in ``EPLB_PLUGINS`` that nobody offers.
     reason : str
         Why it was skipped.
     error : DiscoveryError

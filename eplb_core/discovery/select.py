@@ -27,7 +27,7 @@ class Choice:
     Parameters
     ----------
     name : str
-        Its name.
+        Name of the backend.
     info : BackendInfo
         What its plugin declares.
     reasons : dict of str to str

@@ -33,7 +33,7 @@ class Counts:
     rearrangements : int
         Begun: this rank was about to cast its ballot on the maps.
     layers_committed : int
-        On this rank.
+        Layers that this rank committed.
     aborts : dict of str to int
         Rearrangements that ended in an aborted layer, by error code.
     rows_received, rows_sent, nbytes_received, nbytes_sent : int

@@ -23,7 +23,7 @@ def check_maps(
         (numpy, CPU torch, nested lists), the logical expert of each slot, -1 for an empty one. Rank r owns the columns
         from ``r * num_local_physical_experts``.
     num_layers, world_size, num_local_physical_experts : int
-        What was registered.
+        Sizes of what was registered.
 
     Returns
     -------

@@ -65,13 +65,13 @@ def layer_moves(
     Parameters
     ----------
     moves : Moves
-        Of all ranks.
+        The moves of all ranks.
     num_layers, world_size : int
         How many layers, of how many ranks.
     rank : int
-        Whose shares.
+        Rank whose shares are laid out.
     geometry : LayerGeometry
-        Of every one of the layers.
+        Row sizes, the same for all of the layers.
     rules : TransferRules
         How moves are cut, and where they land.
 

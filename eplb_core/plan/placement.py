@@ -80,7 +80,7 @@ class PlacementPlan:
         Parameters
         ----------
         layer, rank : int
-            Which layer, for whom.
+            The layer, and the rank whose part of it is wanted.
         geometry : LayerGeometry
                     The layer's tensors.
         rules : TransferRules
@@ -114,7 +114,7 @@ class PlacementPlan:
                 geometry : LayerGeometry
             The tensors of every one of them.
         rank : int
-            For whom.
+            The rank whose part is wanted.
         rules : TransferRules
             How moves are cut, and where they land.
 
@@ -154,7 +154,7 @@ class PlacementPlan:
         Parameters
         ----------
         layer, rank : int
-            Which layer, for whom.
+            The layer, and the rank whose part of it is wanted.
 
         Returns
         -------

@@ -64,7 +64,7 @@ class TransferRules:
         backend : Backend
             For its landing layout and the rows that it packs.
         info : BackendInfo
-            Of its plugin: does it need batches?
+            Declaration of the backend; it says whether batches are needed.
         config : EPLBConfig
             How large batches are.
 

@@ -81,7 +81,7 @@ def agree(epoch: Epoch, proposal: Proposal | EplbError, torn: Callable[[EplbErro
     Parameters
     ----------
     epoch : Epoch
-        Entered.
+        An epoch whose members have met.
     proposal : Proposal or EplbError
         This rank's, or why it has none.
     torn : callable

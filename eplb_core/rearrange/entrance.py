@@ -34,13 +34,13 @@ class Entrance:
     Parameters
     ----------
     epoch : Epoch
-        Built and registered.
+        The epoch to enter; its backend is built and has its buffers.
     client : StoreClient
         In the namespace of the communicator.
     meeting : Meeting
-        This rank's coming.
+        This rank's part in the meeting.
     held : HeldPlacement
-        What its rows hold.
+        What this rank's rows hold.
     """
 
     def __init__(self, epoch: Epoch, client: StoreClient, meeting: Meeting, held: HeldPlacement) -> None:

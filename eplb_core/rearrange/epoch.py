@@ -29,9 +29,9 @@ class Epoch:
     Parameters
     ----------
     setup : Setup
-        What it is made of.
+        Backend class, options, layout and allocator.
     control : ControlPlane
-        The store, and this rank.
+        The store, and the number of this rank.
     members : sequence of int
         Ranks that are to take part, ascending.
     device_group : ProcessGroup or None
@@ -44,7 +44,7 @@ class Epoch:
     Attributes
     ----------
     members : Members or None
-        Who met; None before.
+        The members, once they have met; None before.
     watch : Diagnosis or None
         This rank's watch over them.
     nodes : tuple of int or None
@@ -54,7 +54,7 @@ class Epoch:
     exchanged : bool
         Has ``exchange_metadata`` been called?
     retired : bool
-        Has it ended?
+        Has the epoch ended?
     connects : int
         Calls of ``connect`` in the generation at hand, the same on every member.
 

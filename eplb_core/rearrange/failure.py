@@ -26,7 +26,7 @@ class FailurePath:
     Parameters
     ----------
     epoch : Epoch
-        Entered and agreed.
+        The epoch of the rearrangement.
     state : CommunicatorState
         Is told what holds, and whether the communicator stays usable.
     moving : MovingLayers
@@ -49,7 +49,7 @@ class FailurePath:
         Parameters
         ----------
         layer : MovingLayer
-            Whose step it is.
+            The layer whose step is guarded.
         following : int or None
             The layer after it: where this one turns out to be committed, that one is aborted instead.
         """

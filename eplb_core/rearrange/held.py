@@ -20,9 +20,9 @@ class Doubt:
     Parameters
     ----------
     rearrangement : str
-        Which one; see `HeldPlacement.rearrangement`.
+        The rearrangement it belongs to; see `HeldPlacement.rearrangement`.
     layer : int
-        Its number.
+        Index of the layer.
     row : IntArray
         ``[num_physical_experts]``, its placement if it was committed.
     copies : CommitCopies

@@ -27,7 +27,7 @@ class BackendHooks:
     Parameters
     ----------
     backend_name : str
-        For messages.
+        Name of the backend, for messages.
     backend : object
         The only implementation of the four hooks that is no wrapper.
     observers : sequence of object

@@ -25,21 +25,21 @@ class MovingLayer:
     Parameters
     ----------
     number : int
-        Which.
+        Index of the layer.
     slot : int
-        Where it lands.
+        Landing slot of its rows.
     vote : Vote
-        On it.
+        The vote on this layer.
     copies : CommitCopies
-        Its commit.
+        The copies that commit it on this rank.
     handle : object
-        The backend's, of its transfer.
+        Handle that the backend's `transfer` returned.
     failure : BaseException or None
         Why the transfer could not be started; kept for the layer's own vote.
     landed : bool
         Are its reads and sends done?
     phase : {"transfer", "wait", "vote"}
-        How far it is.
+        The step that it has come to.
     """
 
     number: int
@@ -63,11 +63,11 @@ class MovingLayers:
     Parameters
     ----------
     epoch : Epoch
-        Entered and agreed.
+        The epoch of the rearrangement.
     plan : PlacementPlan
         The moves of all layers.
     state : CommunicatorState
-        Of the communicator.
+        Keeps the outcome of each layer.
 
     Attributes
     ----------

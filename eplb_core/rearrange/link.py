@@ -34,15 +34,15 @@ def link(
     Parameters
     ----------
     epoch : Epoch
-        Entered.
+        An epoch whose members have met.
     pairs : ndarray, int64, [num_pairs, 2]
         Every pair of ranks that exchanges rows, from the whole plan, so that all members come to the same answer.
     peers : sequence of int
-        Those of this rank.
+        Peers of this rank.
     timeout_s : float
         Limit, seconds.
     topic : str
-        Of the vote; one in a generation.
+        Topic of the vote; used once in a generation.
     """
     if not always and epoch.exchanged and bool(epoch.linked[pairs[:, 0], pairs[:, 1]].all()):
         return

@@ -41,13 +41,13 @@ class Lives:
     Parameters
     ----------
     control : ControlPlane
-        This rank, and the store.
+        The store, and the number of this rank.
     name : str
-        Communicator.
+        Name of the communicator.
     timeout_s : float
         Limit of a wait, seconds.
     device_group : ProcessGroup or None
-        The host's.
+        The host's process group, for backends that use one.
     """
 
     def __init__(self, control: ControlPlane, name: str, timeout_s: float, device_group: Any) -> None:

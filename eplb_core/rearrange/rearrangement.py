@@ -28,7 +28,7 @@ class Rearrangement:
     Parameters
     ----------
     epoch : Epoch
-        Entered and agreed.
+        The epoch in which it was agreed.
     plan : PlacementPlan
         The moves of all layers.
     state : CommunicatorState

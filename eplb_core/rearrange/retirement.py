@@ -26,7 +26,7 @@ class Retirement:
     Parameters
     ----------
     state : CommunicatorState
-        Of the communicator.
+        Says which memory may still be written, and is told what was freed.
     """
 
     def __init__(self, state: CommunicatorState) -> None:

@@ -26,11 +26,11 @@ class Setup:
     Parameters
     ----------
     name : str
-        Of the communicator.
+        Name of the communicator.
     config : EPLBConfig
-        The host's.
+        Configuration that the host gave.
     info : BackendInfo
-        The chosen backend's.
+        Declaration of the chosen backend.
     backend_class : type
         Loaded from ``info.target``.
     backend_version : str
@@ -40,11 +40,11 @@ class Setup:
     layout : Layout
         Registered tensors.
     streams : Streams
-        Of the weights' device.
+        Streams and events of the weights' device.
     allocator : StagingAllocator
         For landing memory and send staging.
     observers : sequence of object
-        Of this communicator.
+        Observers that the host gave.
     """
 
     name: str

@@ -30,13 +30,13 @@ class CommunicatorState:
     Parameters
     ----------
     name : str
-        Communicator.
+        Name of the communicator.
     backend : str
         Name of its backend.
     held : HeldPlacement
         What the rows hold.
     allocator : StagingAllocator
-        Whose bytes the report shows.
+        Staging allocator; the report shows its bytes.
     """
 
     def __init__(self, name: str, backend: str, held: HeldPlacement, allocator: StagingAllocator) -> None:

@@ -29,11 +29,11 @@ def communicator(
     Parameters
     ----------
     stage, subject : Stage, Subject
-        Who, and over which backend.
+        The rank, and the backend under test.
     weights : list of list of torch.Tensor
-        To register.
+        Tensors to register.
     name : str
-        Of the communicator.
+        Name of the communicator.
     control : ControlPlane or None
         None makes one of its own.
     **given
@@ -51,7 +51,7 @@ class Exchange:
     Parameters
     ----------
     stage, subject : Stage, Subject
-        Who, and over which backend.
+        The rank, and the backend under test.
     row_nbytes : sequence of sequence of int
         ``[num_layers][num_tensors]``.
     num_rows : int

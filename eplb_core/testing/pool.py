@@ -28,7 +28,7 @@ class Subject:
     Parameters
     ----------
     backend : str
-        Its name.
+        Name of the backend.
     options : mapping of str to object
         Options given to every communicator.
     device_type : str
@@ -49,11 +49,11 @@ class Stage:
     Parameters
     ----------
     rank : Rank
-        The process.
+        The process that runs the scenario.
     world_size : int
         Ranks that take part.
     namespace : str
-        Of this scenario's run alone.
+        Namespace of the store that this run of the scenario has to itself.
     """
 
     def __init__(self, rank: Rank, world_size: int, namespace: str) -> None:

@@ -28,7 +28,7 @@ class Outcome:
     error : str or None
         Traceback of what it raised.
     killed : bool
-        It ended without a word.
+        The process ended without a value or an error.
     """
 
     value: Any = None

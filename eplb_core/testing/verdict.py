@@ -41,7 +41,7 @@ class Verdict:
     Parameters
     ----------
     test : str
-        Its name, without ``test_``.
+        Name of the test, without ``test_``.
     outcome : {"passed", "failed", "not reached", "not run", "not claimed"}
         "not reached": the backend raised, or a rank was lost, before it could be seen whether it fails. "not run": what
         another test shows, or what is missing here, leaves nothing to run. "not claimed": the capability behind it is
@@ -51,7 +51,7 @@ class Verdict:
     detail : str
         How it failed, or why it did not run.
     seconds : float
-        How long it took.
+        Time that the test took.
     """
 
     test: str
@@ -75,7 +75,7 @@ def examine(
     Parameters
     ----------
     name : str
-        Of the backend.
+        Name of the backend.
     env : mapping of str to str or None
         Environment of the ranks.
     device_type : str or None

@@ -28,7 +28,7 @@ class Diagnosis:
     Parameters
     ----------
     members : Members
-        Of an epoch.
+        The members of the epoch.
     leaving : callable
         Says why this rank itself wants to leave, from another thread, if so.
     """

@@ -38,7 +38,7 @@ class Ring:
     name, rank, epoch : str, int, int
         What the greeting is bound to.
     members : sequence of int
-        The ring, ascending.
+        Members of the ring, ascending.
     ports : (int, int) or None
         Lowest and highest port to listen on, until the left neighbour has come; None lets the system choose.
 

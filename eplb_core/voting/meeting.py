@@ -36,15 +36,15 @@ class Meeting:
     Parameters
     ----------
     name : str
-        Communicator.
+        Name of the communicator.
     rank : int
-        This rank.
+        Number of this rank.
     members : tuple of int
         Whom to meet, ascending, this rank among them.
     epoch : int
         The last epoch this rank took part in.
     process : ProcessIdentity
-        This rank's.
+        Identity of this process.
     private : bool
         Was the store made for this group? Then nothing in it is older than the group.
     fresh : callable

@@ -21,11 +21,11 @@ class Members:
     client : StoreClient
         In the namespace of the communicator.
     scope : MessageScope
-        Of this rank in this epoch.
+        What this rank's messages of the epoch are bound to.
     members : sequence of int
-        Who votes, ascending.
+        Ranks that vote, ascending.
     namespace : str
-        Of the epoch's keys.
+        Prefix of the epoch's keys.
     timeout_s : float
         Limit of a wait, seconds.
 
@@ -36,7 +36,7 @@ class Members:
     ring : Ring or None
         The liveness ring, once it is closed.
     keys : StoreKeys
-        To be deleted.
+        Keys that this rank is to delete.
     pump : callable or None
         The backend's ``progress``, if it needs it.
     """

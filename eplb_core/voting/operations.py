@@ -108,9 +108,9 @@ def perform(steps: Steps[R], client: StoreClient, pause: Callable[[], Refusal | 
     Parameters
     ----------
     steps : generator of Operation
-        The protocol.
+        A protocol, as the store operations that it asks for.
     client : StoreClient
-        Where its keys are.
+        Connection to the store.
     pause : callable or None
         Called for each `Pause`: waits a little, and says why to give up, if so.
 

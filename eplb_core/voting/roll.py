@@ -20,13 +20,13 @@ class Post:
     Parameters
     ----------
     nonce : str
-        Of this attempt alone.
+        Nonce of this attempt to meet.
     members : tuple of int
         Whom its host told it to meet.
     epoch : int
         The last it took part in; 0 is none.
     process : ProcessIdentity
-        Who posts.
+        Identity of the process that posts.
     refusal : EplbError or None
         It cannot take part, for this reason.
     """
@@ -65,11 +65,11 @@ class Roll:
     Parameters
     ----------
     nonces : mapping of int to str
-        By rank.
+        Nonce that each member posted, by rank.
     epoch : int
         Number of the epoch that begins, higher than any that a member knows.
     refused_by : int or None
-        Whose post refuses: the lowest member, the only one that looks at all, has read it, and says so to the others.
+        Member whose post is a refusal. Only the lowest member reads all posts, so the roll tells the others.
     """
 
     nonces: Mapping[int, str]
@@ -106,9 +106,9 @@ class Joining:
     Parameters
     ----------
     vote : Vote
-        In the roll's namespace.
+        The vote on entering, in the roll's namespace.
     ballot : Ballot
-        This rank's.
+        Ballot of this rank.
     tally : callable
         From all ballots to the decision.
     """

@@ -14,7 +14,7 @@ class StoreKeys:
     Parameters
     ----------
     client : StoreClient
-        Where they are.
+        Connection to the store that holds the keys.
     deletes_shared : bool
         Is this the rank that deletes keys which any member may write?
     """

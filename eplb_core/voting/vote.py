@@ -21,13 +21,13 @@ class Vote:
     Parameters
     ----------
     client : StoreClient
-        Where its keys are.
+        Connection to the store.
     scope : MessageScope
         What the messages are bound to; its rank is this one.
     members : sequence of int
-        Who votes.
+        Ranks that vote.
     namespace : str
-        Of the epoch: no other life of any member uses it.
+        Prefix of the epoch's keys, which no other epoch uses.
     topic : str
         What is voted on: "meet", "agree", "link", a layer's number ...
     where : str
@@ -81,7 +81,7 @@ class Vote:
         Parameters
         ----------
         ballot : Ballot
-            This rank's.
+            Ballot of this rank.
         tally : callable
             From all ballots to the decision; called on the last caster only.
         """

@@ -26,9 +26,9 @@ class MessageScope:
     Parameters
     ----------
     name : str
-        Communicator.
+        Name of the communicator.
     rank : int
-        Who writes; 0 for keys that anyone may write.
+        Rank that writes; 0 for keys that any rank may write.
     epoch, generation : int
         The rearrangement it belongs to.
     """

@@ -31,7 +31,7 @@ class RankRecord:
     Parameters
     ----------
     rank : int
-        Whose it is.
+        Rank that the record describes.
     backend, backend_version : str
         Chosen backend, and the version of the distribution it comes from.
     core_version : str

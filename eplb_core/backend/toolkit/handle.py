@@ -20,7 +20,7 @@ class LayerTransfer:
     Parameters
     ----------
     plan : TransferPlan
-        Of this rank.
+        This rank's moves of the layer.
 
     Attributes
     ----------

@@ -30,7 +30,7 @@ def row_batches(plan: TransferPlan, buffers: Buffers, context: BackendContext, l
     Parameters
     ----------
     plan : TransferPlan
-        Of this rank.
+        This rank's moves of the layer.
     buffers : Buffers
         Live rows and landing memory.
     context : BackendContext

@@ -97,7 +97,7 @@ class Wait:
     Parameters
     ----------
     context : BackendContext
-        Whose ``cancelled()`` is consulted; ``rank`` goes into the log.
+        Its ``cancelled()`` is consulted; ``rank`` goes into the log.
     timeout_s : float
         Limit, seconds.
     label : str
@@ -144,7 +144,7 @@ class Wait:
         waiting_for : str or iterable of int
             Whom or what is not there yet: ranks, or a text.
         backoff : Backoff or None
-            Of a step that wants pauses of its own.
+            Back-off of a step that needs pauses of its own; None takes the wait's.
 
         Raises
         ------

@@ -30,7 +30,7 @@ class CancelWatch:
     sever : callable
         Makes the blocked call fail; called in the watch's thread, once.
     name : str
-        Of the thread.
+        Name of the watching thread.
 
     Attributes
     ----------

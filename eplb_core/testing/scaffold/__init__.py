@@ -23,7 +23,7 @@ def new_backend(name: str, folder: Path | None = None) -> tuple[Path, ...]:
     Parameters
     ----------
     name : str
-        Of the backend; the distribution is ``eplb-<name>``.
+        Name of the backend; the distribution is ``eplb-<name>``.
     folder : Path or None
         Where to; missing or empty. None is ``eplb-<name>`` in the working directory.
 

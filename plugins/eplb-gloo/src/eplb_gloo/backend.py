@@ -44,9 +44,9 @@ class GlooBackend:
     Parameters
     ----------
     options : GlooOptions
-        See there.
+        Options of the backend, checked.
     context : BackendContext
-        See there.
+        What the core gives a backend (`eplb_core.backend.BackendContext`).
     """
 
     landing_layout: ClassVar[Literal["rows", "packed_by_peer"]] = "packed_by_peer"
