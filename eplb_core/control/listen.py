@@ -1,4 +1,4 @@
-"""Where this rank listens: the address it was given is its own, and the ports are those that were allowed."""
+"""Where this rank listens: checks that the address is this machine's, and keeps to the ports that are allowed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from eplb_core.control.attempt import within
 from eplb_core.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-"""Where a rank listens that was given no address."""
+"""Address of a rank that was given none."""
 
 Ports = tuple[int, int]
-"""The lowest and the highest port that may be listened on."""
+"""Lowest and highest port to listen on."""
 
 
 def listen(host: str, ports: Ports | None, *, backlog: int) -> socket.socket:
-    """Listen at an address of this machine, on a port that is allowed (None: any); EPLB-C009 names what is not."""
+    """Listen at an address of this machine, on an allowed port (None: any); else EPLB-C009 says what is wrong."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -38,12 +38,12 @@ def listen(host: str, ports: Ports | None, *, backlog: int) -> socket.socket:
 
 
 def check_listening(host: object, ports: object, timeout_s: float) -> tuple[str, bool]:
-    """Check that this rank can listen where it was told to, by doing so for a moment; else EPLB-C009.
+    """Check that this rank can listen at an address by listening there for a moment; else EPLB-C009.
 
     Notes
     -----
-    ``host`` None is loopback; ``timeout_s`` limits looking up a name. Returned are the address or name to listen at,
-    and whether it is loopback.
+    ``host`` None is loopback; ``timeout_s`` limits the look-up of a name. Returns the address or name to listen at, and
+    whether it is loopback.
     """
     where, allowed = checked_host(host), checked_ports(ports)
     try:
@@ -54,7 +54,7 @@ def check_listening(host: object, ports: object, timeout_s: float) -> tuple[str,
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Does a listener hear its own network namespace alone?"""
+    """Can only its own network namespace reach a listener at this address?"""
     return ipaddress.ip_address(str(listener.getsockname()[0]).partition("%")[0]).is_loopback
 
 

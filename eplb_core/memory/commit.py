@@ -21,7 +21,7 @@ from eplb_core.memory.landing import LandingMemory
 class CommitCopies:
     """The copies of one layer's commit, ready to run: steps in order, each a list of (to, from) rows.
 
-    Built before the vote, so that a commit allocates nothing and checks nothing.
+    They are built before the vote, so that a commit allocates and checks nothing.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class CommitCopies:
 
 
 NOTHING = CommitCopies((), 0)
-"""The commit of a layer whose transfer did not come to be."""
+"""The commit of a layer whose transfer was never started."""
 
 
 def commit_copies(
@@ -52,7 +52,7 @@ def commit_copies(
     landing: LandingMemory,
     slot: int,
 ) -> CommitCopies:
-    """Lay out the commit of one layer on this rank: local copies level by level, received rows, duplicates of these.
+    """Lay out the commit of one layer on this rank: local copies by level, received rows, then duplicates of these.
 
     Notes
     -----

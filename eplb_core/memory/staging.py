@@ -15,7 +15,7 @@ from eplb_core.report import StagingStats
 
 
 class TorchStaging:
-    """Landing and send buffers from torch's allocators, which keep their own pools of device and of pinned memory.
+    """Landing and send buffers from torch's allocators, which pool device memory and pinned memory themselves.
 
     Notes
     -----
@@ -30,7 +30,7 @@ class TorchStaging:
 
     @classmethod
     def probe(cls, device: torch.device) -> Mapping[str, str]:
-        """Allocate a little host memory for weights on a device, and say whether torch pins it."""
+        """Allocate a little host memory for weights on a device, and report whether torch pins it."""
         staging = cls(device)
         staging.allocate(64, torch.device("cpu"))
         return {"torch": torch.__version__, "host memory": "pinned" if staging.pins_host_memory else "not pinned"}
@@ -62,7 +62,7 @@ class TorchStaging:
         return self._accounts.grant(data)
 
     def release(self, block: StagingBlock, event: object | None = None) -> None:
-        """Take a block back, once; its memory is kept until the event has happened, if one is given; else EPLB-T010.
+        """Take a block back, once; its memory is kept until the event given has happened. Else EPLB-T010.
 
         Notes
         -----
@@ -75,7 +75,7 @@ class TorchStaging:
 
         Notes
         -----
-        What torch's own pools round up or cache is not known here.
+        Memory that torch's own pools round up to or cache is not counted.
         """
         return self._accounts.stats()
 

@@ -1,4 +1,4 @@
-"""Device streams and events, in terms that every torch accelerator has; on CPU there is nothing to wait for."""
+"""Device streams and events through the API that every torch accelerator has; on CPU there is nothing to wait for."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Streams:
         return event
 
     def wait_for(self, events: Iterable[Any]) -> None:
-        """Block this thread until events of `mark` have happened, at most the communicator's limit (EPLB-T002).
+        """Block this thread until the events have happened, at most for the communicator's limit (EPLB-T002).
 
         Notes
         -----

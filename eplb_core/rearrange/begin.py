@@ -1,4 +1,4 @@
-"""How a rearrangement begins: the members meet if they have not, agree, and link the backends that its plan names."""
+"""How a rearrangement begins: members meet if they have not yet, agree, and link the backends of peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when a step of a layer fails: all members abort it, drain what is in flight, and raise one error."""
+"""A step of a layer failed: all members abort the layer, drain transfers in flight, and raise one error."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _DRAIN_LIMIT_S = 5.0
 
 
 class FailurePath:
-    """The way out of a rearrangement that failed.
+    """Leaves a rearrangement that failed.
 
     Parameters
     ----------
     epoch : Epoch
         The epoch of the rearrangement.
     state : CommunicatorState
-        Is told what holds, and whether the communicator stays usable.
+        Told which placement holds, and whether the communicator stays usable.
     moving : MovingLayers
-        What is in flight.
+        Layers in flight.
     tell : callable
         ``tell(layer=, ok=, reason=)`` tells observers of the abort.
     """
@@ -44,14 +44,14 @@ class FailurePath:
 
     @contextmanager
     def guard(self, layer: MovingLayer, following: int | None) -> Iterator[None]:
-        """Turn whatever a step of a layer raises into its abort on every rank.
+        """Turn any exception in a step of a layer into the layer's abort on every rank.
 
         Parameters
         ----------
         layer : MovingLayer
             The layer whose step is guarded.
         following : int or None
-            The layer after it: where this one turns out to be committed, that one is aborted instead.
+            The next layer; it is aborted instead when this one turns out to be committed.
         """
         try:
             yield
@@ -65,7 +65,7 @@ class FailurePath:
             raise
 
     def _aborting(self, layer: MovingLayer, following: int | None, error: Exception) -> tuple[int, Decision]:
-        """Put the abort, and return which layer it stands for."""
+        """Abort the layer, or the following one where this one is committed; return its number and the decision."""
         where = layer.where
         try:
             refusal = self._watch.diagnose(error, layer.vote, where)
@@ -88,7 +88,7 @@ class FailurePath:
             raise
 
     def interrupted(self, layer: MovingLayer, interrupt: BaseException) -> None:
-        """Leave because of what is no failure, Ctrl-C say: tell the others, who must not wait for this rank."""
+        """Leave on Ctrl-C and the like: tell the others, so that they do not wait for this rank."""
         reason = type(interrupt).__name__
         stopped = error_for("EPLB-T007", rank=self._epoch.rank, where=layer.where, reason=reason)
         try:
@@ -122,7 +122,7 @@ class FailurePath:
         raise error from cause
 
     def store_lost(self, gone: StoreGone, where: str) -> NoReturn:
-        """Leave it without the store: what was voted and not learnt stays in doubt until the members meet again."""
+        """Leave without the store: layers whose outcome is unknown stay in doubt until the members meet again."""
         doubtful = self._moving.in_doubt()
         drained = self._moving.drain("the store is lost")
         for layer in doubtful:
@@ -141,7 +141,7 @@ class FailurePath:
         self._state.ended(self._state.open)
 
     def _all_drained(self, number: int, drained: bool) -> bool:
-        """Ask the members whether every transfer everywhere is stopped."""
+        """Ask all members whether every transfer is stopped."""
         vote = self._members.vote(f"{number}/drain", f"layer {number}, phase drain")
         self._moving.votes.append(vote)
         self._watch.attend(vote)
@@ -151,5 +151,5 @@ class FailurePath:
 
 
 def refusal_of(error: Exception, rank: int, where: str) -> EplbError:
-    """Make a typed error of whatever was raised."""
+    """Make a typed error of any exception."""
     return error_for("EPLB-T007", rank=rank, where=where, reason=f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""One rearrangement: layer by layer transfer, wait, vote and commit, all members in step."""
+"""One rearrangement: for each layer transfer, wait, vote and commit, all members in step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from eplb_core.rearrange.state import CommunicatorState
 
 Voting = Callable[[Vote, Ballot], Decision]
-"""Another way to decide about a landed layer: casts the ballot, and returns the decision that stands."""
+"""Decides about a landed layer in another way: casts the ballot and returns the decision."""
 
 
 class Rearrangement:
@@ -32,7 +32,7 @@ class Rearrangement:
     plan : PlacementPlan
         The moves of all layers.
     state : CommunicatorState
-        Where the outcome of each layer is kept.
+        Keeps the outcome of each layer.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Rearrangement:
         layer : int
             The next of `layers`; every rank stages in that order.
         voting : callable or None
-            ``voting(vote, ballot) -> Decision`` decides instead of the vote's own way; the same on every rank.
+            ``voting(vote, ballot) -> Decision`` replaces the vote's own wait; the same on every rank.
 
         Raises
         ------
@@ -117,7 +117,7 @@ class Rearrangement:
             self._end()
 
     def run(self) -> None:
-        """Stage, commit and end: what `Communicator.rearrange` is made of.
+        """Stage and commit every layer, then end; this is `Communicator.rearrange`.
 
         The copies of a layer's commit, and the start of the transfer that takes its slot, run while the next layer's
         vote is under way.
@@ -187,7 +187,7 @@ class Rearrangement:
         self._next_stage += 1
 
     def _following(self) -> int | None:
-        """Return the layer after the one that is staged, if there is one."""
+        """Return the layer after the one being staged, or None."""
         after = self.layers[self._next_stage + 1 : self._next_stage + 2]
         return after[0] if after else None
 
@@ -229,7 +229,7 @@ class Rearrangement:
             self._commit(number)
 
     def let_go(self) -> None:
-        """Drop what refers to memory."""
+        """Drop references to memory."""
         self._moving.started.clear()
         self._moving.decided.clear()
 

@@ -1,4 +1,4 @@
-"""How an epoch ends: its backend is closed, the others are told, and memory that may still be written is kept."""
+"""How an epoch ends: close the backend, tell the others, and keep memory that may still be written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Retirement:
         self._left: list[Members] = []
 
     def retire(self, epoch: Epoch, *, host_landing: bool, new_landing: bool) -> None:
-        """Close an epoch's backend before the next is built; keep it for ever when it may still write.
+        """Close an epoch's backend before the next is built; memory that it may still write is quarantined.
 
         Raises
         ------
@@ -58,7 +58,7 @@ class Retirement:
         epoch.retired = True
 
     def forget(self, client: StoreClient, present: Sequence[int]) -> None:
-        """The next epoch is entered: the keys and the landing memory of those before are not needed any more."""
+        """Delete the keys and free the landing memory of earlier epochs, once the next epoch is entered."""
         left, self._left = self._left, []
         for members in left:
             with suppress(StoreGone):
@@ -71,7 +71,7 @@ class Retirement:
                 keep_forever(epoch)
 
     def leave(self, epoch: Epoch, *, unclean: bool, force: bool, wait_s: float, hosts_store: bool) -> None:
-        """Close the backend, tell the others, give the memory back; each whatever becomes of the others."""
+        """Close the backend, tell the others, give the memory back; a step that fails does not stop the later ones."""
         safe = self._close_backend(epoch, force=unclean)
         members = epoch.members
         if members is not None:
@@ -101,7 +101,7 @@ class Retirement:
             logger.warning("%s: the store was gone at close: %s", members.name, gone)
 
     def _close_backend(self, epoch: Epoch, *, force: bool) -> bool:
-        """Close a backend; True when its memory is certainly not touched any more. What it raises is logged."""
+        """Close a backend; True when it certainly no longer touches memory. An exception is logged."""
         # An open rearrangement may have transfers in flight that nobody has stopped.
         undrained = self._state.undrained or self._state.open is not None
         try:
@@ -111,7 +111,7 @@ class Retirement:
             return False
 
     def _give_landing_back(self, epoch: Epoch) -> bool:
-        """Release the slots, each guarded by what may still read it; False when the device cannot tell."""
+        """Release the slots, each after the event of its last copies; False when the device cannot tell."""
         try:
             # A commit may have run on another stream than the caller's; one that failed, or was settled, left no event.
             rest = epoch.setup.streams.mark()

@@ -21,7 +21,7 @@ from eplb_core.weights.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """What every epoch of a communicator is made of; fixed when it is built.
+    """What all epochs of a communicator share; fixed when the communicator is built.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class Setup:
 
 
 def check_arguments(config: object, control: object, observers: object, name: object) -> None:
-    """Refuse arguments of `Communicator` that are of another kind (EPLB-C010)."""
+    """Refuse arguments of `Communicator` that have the wrong type (EPLB-C010)."""
     for what, value, kind in (("config", config, EPLBConfig), ("control", control, ControlPlane), ("name", name, str)):
         if not isinstance(value, kind):
             problem = f"{what}= should be {kind.__name__}, got {type(value).__name__}"
@@ -91,7 +91,7 @@ def set_up(
     config, stream, options, observers, name
         See `Communicator`.
     layout : Layout
-        What is registered.
+        The registered tensors.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Who is alive: a ring of TCP connections whose end of file means that a neighbour's process is gone."""
+"""Which neighbours are alive: a ring of TCP connections; end of file means that a neighbour's process is gone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eplb_core.wire.envelope import MessageScope
 _GOODBYE = b"B"
 _HELLO_NBYTES = 4096
 _HEAD_START_S = 1.0
-"""Who cannot reach its neighbour says so this much before that neighbour only says that nobody came."""
+"""A rank that cannot reach its neighbour reports it so much earlier than the neighbour reports that nobody came."""
 
 
 _RINGS: weakref.WeakSet[Ring] = weakref.WeakSet()
@@ -28,15 +28,15 @@ _RINGS: weakref.WeakSet[Ring] = weakref.WeakSet()
 class Ring:
     """This rank's two connections, to the members before and after it.
 
-    No heartbeats: cores that are starved of time would make false deaths. A killed process closes its sockets at
-    once, whatever its peers are doing; a stopped one is left to the limits of the waits.
+    There are no heartbeats: a busy machine would make them late, and live ranks would look dead. A killed process
+    closes its sockets at once; a stopped one is found by the limits of the waits.
 
     Parameters
     ----------
     host : str
         Address to listen on, reached by the neighbours.
     name, rank, epoch : str, int, int
-        What the greeting is bound to.
+        Put into the greeting; a connection with another one is refused.
     members : sequence of int
         Members of the ring, ascending.
     ports : (int, int) or None
@@ -82,7 +82,7 @@ class Ring:
         timeout_s : float
             Limit, seconds.
         give_up : callable
-            Looked at between tries; an error it returns is raised.
+            Called between tries; an error that it returns is raised.
 
         Raises
         ------
@@ -118,7 +118,7 @@ class Ring:
         self._listener = None
 
     def poll(self) -> int | None:
-        """Look, without waiting, whether a neighbour is gone; return its rank. Costs one system call."""
+        """Return the rank of a neighbour that is gone, or None, without waiting. Costs one system call."""
         for descriptor, _ in self._poll.poll(0):
             neighbour, connection = self._sockets[descriptor]
             try:
@@ -148,7 +148,7 @@ class Ring:
         return frozenset(self._left_politely)
 
     def close(self, *, goodbye: bool) -> None:
-        """Close both connections; without a goodbye the neighbours take this rank for dead."""
+        """Close both connections; unless a goodbye was said, the neighbours take this rank for dead."""
         for descriptor, (_, connection) in self._sockets.items():
             if goodbye:
                 with suppress(OSError):  # the neighbour is gone already
@@ -161,7 +161,7 @@ class Ring:
             self._listener = None
 
     def drop(self) -> None:
-        """Close this process's descriptors of the connections; the connections themselves stay the parent's."""
+        """Close this process's descriptors; in a forked child, the parent's connections stay open."""
         for _, connection in self._sockets.values():
             connection.close()
         self._sockets.clear()
@@ -226,7 +226,7 @@ class Ring:
 
 
 def _close_in_a_forked_child() -> None:
-    """Close a child's copies: while one is open, the neighbours do not see that the parent is gone."""
+    """Close a forked child's copies: while one is open, neighbours do not see that the parent is gone."""
     for ring in list(_RINGS):
         ring.drop()
 

@@ -1,4 +1,4 @@
-"""The comparison of two ranks' records: the first thing that must be equal and is not, as a typed error."""
+"""The comparison of two ranks' records: the first difference, as a typed error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # metadata offers `difference` as its own
     from eplb_core.wire.record import RankRecord
 
 _MAX_SHOWN = 64
-"""Keys listed in a text, and again on each side of the difference after it."""
+"""Most keys listed in a message, and most on each side of a difference."""
 
 _IDENTITY = {
     "eplb-core version": attrgetter("core_version"),
@@ -33,13 +33,13 @@ _OF_A_TENSOR = {
 
 
 def difference(local: RankRecord, peer: RankRecord) -> MetadataError | None:
-    """Return the first difference between two ranks' records that keeps bytes from moving, as an error, or None.
+    """Return the first difference between two ranks' records as an error, or None.
 
     Notes
     -----
-    In an order in which one explains the next: versions of core and contract, backend, its version, members
-    (EPLB-M004); keys (EPLB-M002); experts per rank (EPLB-M004); bytes per expert (EPLB-M003); dtype, shape, stride and
-    aliases of a tensor, shared options (EPLB-M004).
+    Earlier differences explain later ones, hence the order: versions of core and contract, backend, its version,
+    members (EPLB-M004); keys (EPLB-M002); experts per rank (EPLB-M004); bytes per expert (EPLB-M003); dtype, shape,
+    stride and aliases of a tensor, shared options (EPLB-M004).
     """
     for name, value in _IDENTITY.items():
         if value(local) != value(peer):
