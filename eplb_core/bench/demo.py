@@ -1,4 +1,4 @@
-"""One rank of the demo: it holds experts, moves them for a skewed load, and checks every byte of what it then holds."""
+"""One rank of the demo: it holds experts, moves them for a skewed load, and checks every byte afterwards."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _SHOWN_ROWS = 5
 
 @dataclass(frozen=True)
 class DemoJob:
-    """What the user asked for; the same on every rank.
+    """The job that the user asked for; equal on all ranks.
 
     Parameters
     ----------
     workload : WorkloadOptions
         The experts that are moved.
     backend : str or None
-        None is the automatic choice.
+        Name of the backend; None for the automatic choice.
     rounds : int
-        Rearrangements, each for a load of its own.
+        Number of rearrangements, each for another load.
     timeout_s : float
         Limit of every wait, seconds.
     """
@@ -59,7 +59,7 @@ def run_launched(rank: Rank, job: DemoJob) -> None:
 
 
 def run_in_environment(job: DemoJob, emit: Emit) -> None:
-    """Run the rank that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment describe, as torchrun's do."""
+    """Run the rank that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, as torchrun sets them."""
     dist: Any = import_module("torch.distributed")
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
     run_rank(job, dist.group.WORLD, _own_address(os.environ["MASTER_ADDR"]), emit)
@@ -154,7 +154,7 @@ def run_rank(job: DemoJob, group: Any, host: str | None, emit: Emit) -> None:
 
 
 def _next_placement(job: DemoJob, workload: Workload, number: int) -> tuple[IntArray, IntArray]:
-    """Return the load of a round and the placement that the default policy makes of it, the same on every rank."""
+    """Return the load of a round and the default policy's placement for it, equal on all ranks."""
     from eplb_core.balancing import rebalance_experts
 
     load = zipf_load(
@@ -213,7 +213,7 @@ def _slowest(group: Any, seconds: float) -> float:
 
 
 def _own_address(master: str) -> str | None:
-    """Return the address of this host on its way to another; None where that is this host itself."""
+    """Return the address from which this host reaches another; None when that is this host itself."""
     family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing: the kernel looks the route up

@@ -58,7 +58,7 @@ def demo(  # noqa: PLR0913 - one for each option of the command
         str | None, typer.Option(metavar="NAME", show_default="the best usable one", help="Backend to move them with.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rearrangements, each for another load.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the load and of generated contents.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the load and of generated contents.")] = 0,
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Limit of every wait of a rank.")] = 60.0,
     limit: Annotated[
         float, typer.Option(min=1, metavar="SECONDS", help="Ranks still running then are killed.")
@@ -121,7 +121,7 @@ def _launch(job: DemoJob, num_ranks: int, limit_s: float, view: DemoView) -> int
 
 
 def _take_part(job: DemoJob, view: DemoView) -> int:
-    """Run one rank, which torchrun started; rank 0 shows what happens, the others only what goes wrong."""
+    """Run the rank that torchrun started; rank 0 shows progress and results, the others only errors."""
     from eplb_core.bench.demo import run_in_environment
 
     rank = int(os.environ["RANK"])

@@ -1,4 +1,4 @@
-"""How the demo is shown: progress while it runs, then what moved, how fast, and whether every byte is right.
+"""Output of the demo: progress while it runs, then what moved, how fast, and whether every byte is right.
 
 With ``--json`` it is one document, stable within a ``schema``; unknown keys may be added, none is dropped::
 
@@ -64,7 +64,7 @@ class DemoView:
         self._bar_of: dict[tuple[str, int], Any] = {}
 
     def on_event(self, rank: int, kind: str, data: dict[str, Any]) -> None:
-        """Take in what a rank reports, and show it."""
+        """Show an event that a rank reports."""
         if kind == "workload":
             self._workload = data
             self._show(_workload_lines(data))
@@ -84,7 +84,7 @@ class DemoView:
             self._err.print(f"rank {rank}, round {data['round']}: {data['row']}", soft_wrap=True)
 
     def conclude(self, failures: Sequence[RankFailure]) -> int:
-        """Say how it ended.
+        """Show how the run ended.
 
         Parameters
         ----------
@@ -140,7 +140,7 @@ class DemoView:
 
 
 def _alike(failures: Sequence[RankFailure]) -> dict[tuple[str, str, str], list[int]]:
-    """Group ranks that say the same; a typed error says all there is to say, so its traceback is left out."""
+    """Group ranks with equal failures; the traceback of a typed error is left out."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for failure in failures:
         trace = "" if failure.code else failure.trace

@@ -1,4 +1,4 @@
-"""Which device types there are and which of them torch sees here; torch is asked in a process of its own."""
+"""Which device types torch sees on this machine; torch is asked in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class UnknownDeviceTypeError(ValueError):
 
 
 def likely_device_type() -> str:
-    """Return "cuda" where a GPU's device file is to be seen, else "cpu"; asking torch would import it."""
+    """Return "cuda" when there is a GPU's device file, else "cpu"; asking torch would import it."""
     return "cuda" if any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")) else "cpu"
 
 
 def why_no_device(device_type: str) -> str | None:
-    """Say why no weights can be on a type of device here, or None.
+    """Return why weights cannot be on a device type here, or None.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ def why_no_device(device_type: str) -> str | None:
 
 
 def _ask_torch(device_type: str) -> str:
-    """Ask for the number of devices, which needs no context on any of them; in the child."""
+    """Ask for the number of devices, which needs no context on them; runs in the child."""
     import torch
 
     try:

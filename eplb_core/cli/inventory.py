@@ -1,4 +1,4 @@
-"""What is installed and what of it is usable here, as plain data: what ``eplb backends`` shows and ``--json`` prints.
+"""Installed plugins and whether each is usable here, as plain data for ``eplb backends`` and its ``--json``.
 
 The document, stable within a ``schema``; unknown keys may be added, none is dropped or changes its meaning::
 
@@ -51,7 +51,7 @@ def take_inventory(
     device_type : str
         ``torch.device.type`` of the weights.
     no_device : str or None
-        Why there is no such device here: then nothing is usable that would be with one.
+        Reason why there is no such device here; backends that need one are then not usable.
 
     Returns
     -------
@@ -132,7 +132,7 @@ def _common(
 
 
 def _lacks_a_package(info: BackendInfo | StagingInfo | PolicyInfo, reason: str | None) -> bool:
-    """Is a Python package what is missing? With all of them here a hint to install them would lead astray."""
+    """Is a Python package missing? If none is, a hint to install one would be misleading."""
     if reason is None or reason != why_unavailable(info) or info.install_hint in reason:
         return False
     # A plugin that any one of several packages would do for declares none, and finds its own words.

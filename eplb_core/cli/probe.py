@@ -27,7 +27,7 @@ def probe_all(names: Sequence[tuple[Kind, str]], *, device: str, limit_s: float)
     device : str
         ``torch.device.type`` of the weights.
     limit_s : float
-        Seconds that each may take; then it is killed.
+        Seconds after which a probe is killed.
 
     Returns
     -------
@@ -97,7 +97,7 @@ def _probe_here(kind: Kind, name: str, device: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Probe what is named on the command line (kind, name, device type) and answer in JSON."""
+    """Probe the backend or allocator on the command line (kind, name, device type) and answer in JSON."""
     answer_fd = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints goes to stderr
     kind: Kind = "backend" if sys.argv[1] == "backend" else "staging"

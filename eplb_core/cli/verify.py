@@ -122,7 +122,7 @@ def _show(console: Console, name: str, verdicts: list[Verdict], seconds: float) 
 
 
 def _show_alike(console: Console, outcome: str, detail: str, alike: list[Verdict]) -> None:
-    """Show what one or more tests have to say in the same words, once; what it means only where that was seen."""
+    """Show tests with equal text once; the meaning is shown only when it was checked."""
     if outcome == "failed":
         for verdict in alike:
             write(console, verdict.test, style="bold red")

@@ -25,7 +25,7 @@ class RowMove(NamedTuple):
 
 
 def row_batches(plan: TransferPlan, buffers: Buffers, context: BackendContext, label: str) -> list[list[RowMove]]:
-    """Return this rank's rows batch by batch, for message transports; both ends list a pair's rows alike.
+    """Return this rank's rows batch by batch, for message transports; both ends list a pair's rows in the same order.
 
     Parameters
     ----------
