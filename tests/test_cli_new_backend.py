@@ -91,7 +91,7 @@ def test_a_name_that_no_package_can_have_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["core", "gloo", "NCCL", "cupy", "pynccl", "nixl", "vmread"])
 def test_a_name_whose_distribution_is_the_projects_own_is_refused(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(scaffold, "discover", eplb_core.discovery.discover.Catalog)
+    monkeypatch.setattr(scaffold, "discover", eplb_core.discovery.catalog.Catalog)
     with pytest.raises(ConfigError, match=f"eplb-{name.lower()} is one of eplb-core's own distributions") as caught:
         new_backend(name, tmp_path / "out")
     assert caught.value.code == "EPLB-C013"

@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted(
-    path
-    for pattern in ("eplb_core/**/*.py", "plugins/*/src/**/*.py")
-    for path in ROOT.glob(pattern)
-)
+SOURCES = sorted(path for pattern in ("eplb_core/**/*.py", "plugins/*/src/**/*.py") for path in ROOT.glob(pattern))
 
 ENTRY = re.compile(r"^( *)([*\w][\w*, ]* : .*)\n((?:\1    .*\n?)+)", re.MULTILINE)
 """A parameter or attribute of numpydoc, and its indented description."""

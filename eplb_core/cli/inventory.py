@@ -27,10 +27,10 @@ from typing import Any
 from eplb_core._version import __version__
 from eplb_core.backend import API_VERSION, BackendInfo, PolicyInfo, StagingInfo
 from eplb_core.config import EPLBConfig
-from eplb_core.discovery.discover import Catalog
-from eplb_core.discovery.rules import why_not, why_unavailable
+from eplb_core.discovery.catalog import Catalog
 from eplb_core.discovery.select import select
 from eplb_core.discovery.select_staging import why_unfit
+from eplb_core.discovery.usable import why_not, why_unavailable
 from eplb_core.errors import ConfigError
 from eplb_core.errors.codes import CATALOGUE
 

@@ -69,8 +69,8 @@ def _result(started: float, facts: dict[str, str] | None = None, problem: str | 
 
 def _probe_here(kind: Kind, name: str, device: str) -> dict[str, Any]:
     """Import one backend or allocator and ask it; in the child."""
-    from eplb_core.discovery.discover import discover, load_target
-    from eplb_core.discovery.load import PluginRaisedError, contained
+    from eplb_core.discovery.discover import discover
+    from eplb_core.discovery.load import PluginRaisedError, contained, load_target
     from eplb_core.discovery.select import resolve
     from eplb_core.errors import EplbError
 

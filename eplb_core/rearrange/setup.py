@@ -11,7 +11,8 @@ from pydantic import BaseModel, ValidationError
 from eplb_core.backend import BackendInfo, StagingAllocator
 from eplb_core.config import EPLBConfig
 from eplb_core.control.plane import ControlPlane
-from eplb_core.discovery.discover import discover, load_target
+from eplb_core.discovery.discover import discover
+from eplb_core.discovery.load import load_target
 from eplb_core.discovery.select import resolve, select
 from eplb_core.discovery.select_staging import build_allocator
 from eplb_core.errors import ConfigError, DiscoveryError, EplbError

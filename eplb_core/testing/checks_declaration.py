@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from eplb_core.backend import API_VERSION, BackendInfo
-from eplb_core.discovery.discover import load_target
+from eplb_core.discovery.load import load_target
 from eplb_core.testing import scenarios_failure, scenarios_growth
 from eplb_core.testing.expectation import Unmet, expect
 from eplb_core.testing.gate import Gated, what_it_lacks

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NoReturn
 import pytest
 
 from eplb_core.backend import BackendInfo
-from eplb_core.discovery.discover import discover, load_target
+from eplb_core.discovery.discover import discover
+from eplb_core.discovery.load import load_target
 from eplb_core.discovery.select import resolve
 from eplb_core.errors import EplbError
 from eplb_core.testing import scenarios_growth

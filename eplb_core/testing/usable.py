@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from eplb_core.backend import BackendInfo
-from eplb_core.discovery.rules import first_rejection, need_of
+from eplb_core.discovery.usable import first_rejection, need_of
 
 
 def device_for(info: BackendInfo, asked: str | None = None) -> str:

@@ -8,7 +8,7 @@ import zlib
 from typing import Any
 
 from eplb_core.weights.layout import LayoutRecord
-from eplb_core.weights.rows import TensorRecord
+from eplb_core.weights.tensor import TensorRecord
 
 MAX_KEYS = 1 << 18
 """Most (layer, tensor) pairs of a layout."""

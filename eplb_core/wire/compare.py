@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from eplb_core.errors import MetadataError
-from eplb_core.weights.rows import Key, TensorRecord
+from eplb_core.weights.tensor import Key, TensorRecord
 
 if TYPE_CHECKING:  # metadata offers `difference` as its own
     from eplb_core.wire.record import RankRecord
