@@ -97,7 +97,7 @@ class BlockAccounts:
         if not isinstance(lease, _Lease) or lease.leases is not self:
             raise TransferError("EPLB-T010", problem="a block was released that this allocator did not hand out")
         if event is not None and not isinstance(event, _Event):
-            raise TransferError("EPLB-T010", problem=f"a {type(event).__name__} is no event: it has no query()")
+            raise TransferError("EPLB-T010", problem=f"a {type(event).__name__} is not an event: it has no query()")
         with self._lock:
             if lease.released:
                 raise TransferError("EPLB-T010", problem=f"a block of {len(block.data)} bytes was released twice")

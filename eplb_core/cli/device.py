@@ -52,7 +52,7 @@ def why_no_device(device_type: str) -> str | None:
     except subprocess.TimeoutExpired:
         return f"torch did not say within {_LIMIT_S:g} s whether it sees a {device_type} device"
     if done.stdout == _UNKNOWN:
-        raise UnknownDeviceTypeError(f"{device_type!r} is no device type that torch knows")
+        raise UnknownDeviceTypeError(f"{device_type!r} is not a device type that torch knows")
     if done.stdout == _NOT_SEEN:
         return f"torch sees no {device_type} device here"
     return None if done.stdout == _SEEN else f"torch failed when it was asked for {device_type} devices"

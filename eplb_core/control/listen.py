@@ -65,7 +65,7 @@ def checked_host(host: object) -> str:
     if not isinstance(host, str):
         raise ConfigError("EPLB-C009", problem=f"host= should be a str, got {type(host).__name__}")
     if not host or len(host.encode()) > 253:  # the longest name that the domain name system allows
-        raise ConfigError("EPLB-C009", problem=f"host={host[:80]!r} is no address, nor the name of one")
+        raise ConfigError("EPLB-C009", problem=f"host={host[:80]!r} is not an address, nor the name of one")
     return host
 
 
@@ -91,11 +91,11 @@ def _candidates(ports: Ports | None) -> Iterable[int]:
 def _check_is_somewhere(host: str, address: str) -> None:
     found = ipaddress.ip_address(address.partition("%")[0])
     if found.is_unspecified or found.is_multicast:
-        problem = f"host={host!r} is no single address at which the other ranks reach this one"
+        problem = f"host={host!r} is not a single address at which the other ranks reach this one"
         raise ConfigError("EPLB-C009", problem=problem)
 
 
 def _why_not(host: str, error: OSError) -> str:
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"host={host!r} is no address of this machine"
+        return f"host={host!r} is not an address of this machine"
     return f"nothing can be listened on at host={host!r}: {error.strerror or error}"

@@ -55,7 +55,7 @@ class TorchStaging:
         except RuntimeError as error:
             held = self.stats()
             problem = (
-                f"{nbytes} bytes on {device} could not be had beside {held.nbytes_in_use} in use and"
+                f"{nbytes} bytes on {device} could not be allocated beside {held.nbytes_in_use} in use and"
                 f" {held.nbytes_pool} waiting for an event"
             )
             raise TransferError("EPLB-T010", problem=problem, detail=str(error).partition("\n")[0]) from error

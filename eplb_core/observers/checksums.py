@@ -165,7 +165,7 @@ def _encode(entries: Entries) -> bytes:
 def _decode(rank: int, value: bytes) -> Entries:
     body = value[len(_MAGIC) :]
     if not value.startswith(_MAGIC) or len(body) % _ENTRY.itemsize:
-        raise MetadataError("EPLB-M005", peer=rank, problem=f"{len(value)} bytes that are no checksums")
+        raise MetadataError("EPLB-M005", peer=rank, problem=f"{len(value)} bytes that are not checksums")
     return np.frombuffer(body, _ENTRY)
 
 

@@ -17,7 +17,7 @@ def without_absent(before: IntArray, after: IntArray, members: Sequence[int]) ->
     present = np.zeros(world_size, bool)
     for rank in members:
         if not 0 <= rank < world_size:
-            raise PlanError("EPLB-P007", problem=f"member {rank} is no rank of a world of {world_size}")
+            raise PlanError("EPLB-P007", problem=f"member {rank} is not a rank of a world of {world_size}")
         present[rank] = True
     asked = np.argwhere((after >= 0).any(axis=2) & ~present)
     if len(asked):
@@ -34,7 +34,7 @@ def held_nowhere(missing: Experts, old: IntArray, num_rows: int) -> PlanError:
     detail = []
     absent = np.unique(np.flatnonzero(old[layer] == expert) // num_rows).tolist()
     if absent:
-        detail.append(f"Only ranks {absent} hold it in the old map, and they are no members.")
+        detail.append(f"Only ranks {absent} hold it in the old map, and they are not members.")
     if len(missing.layer) > 1:
         detail.append(f"{len(missing.layer) - 1} more needs cannot be served.")
     return PlanError("EPLB-P002", layer=layer, expert=expert, rank=rank, detail=" ".join(detail))

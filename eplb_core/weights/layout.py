@@ -235,7 +235,7 @@ def _names(layers: list[list[Any]], tensor_names: Any) -> tuple[tuple[str, ...],
             raise _unregistrable(key, f"there are {len(layer_names)} for {len(tensors)} tensors")
         repeated = [name for i, name in enumerate(layer_names) if name in layer_names[:i]]
         if repeated:
-            raise _unregistrable(key, f"{repeated[0]!r} is there twice")
+            raise _unregistrable(key, f"{repeated[0]!r} is given twice")
         names.append(tuple(layer_names))
     return tuple(names)
 
