@@ -118,7 +118,7 @@ def run_rank(job: DemoJob, group: Any, host: str | None, emit: Emit) -> None:
     control = eplb.ControlPlane.from_process_group(group, host=host)
     found = Verification(0, 0, ())
     names = [[spec.name for spec in layer] for layer in workload.source.specs]
-    # For a backend that moves rows over the host's group; one of its own, which it may close without closing `group`.
+    # For a backend that moves rows over the host's group: a separate one, for it may close it.
     device_group = dist.new_group(dist.get_process_group_ranks(group), timedelta(seconds=job.timeout_s), "gloo")
     with eplb.Communicator(config, weights, control, device_group, tensor_names=names, name="demo") as comm:
         comm.connect(job.timeout_s)

@@ -18,7 +18,7 @@ def available_nbytes() -> int | None:
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         limits.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) << 10)
-    with suppress(OSError, ValueError):  # "max" is no number and no limit
+    with suppress(OSError, ValueError):  # "max" means no limit
         group = Path("/sys/fs/cgroup")
         limit, used = (int((group / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
         limits.append(max(0, limit - used))

@@ -102,7 +102,7 @@ def _launch(job: DemoJob, num_ranks: int, limit_s: float, view: DemoView) -> int
     from eplb_core.bench.workload import build_workload, check_memory
     from eplb_core.launch.supervise import launch
 
-    # What is wrong with the options is said once, here, and not by every rank.
+    # Errors in the options are raised once, here, and not on every rank.
     check_memory(build_workload(job.workload, num_ranks))
     eplb.select(eplb.EPLBConfig(communicator=job.backend, use_async=False), device_type="cpu")
     try:

@@ -163,7 +163,7 @@ def _workload_lines(data: Mapping[str, Any]) -> list[str]:
 
 def _round_lines(data: Mapping[str, Any], workload: Mapping[str, Any], *, explained: bool) -> list[str]:
     moved = f"{_size(data['nbytes_moved'])} between ranks and {_size(data['nbytes_local'])} within them"
-    # Of little the rate says how long the calls take, not how fast the bytes move.
+    # For few bytes the rate shows the cost of the calls, not the speed.
     speed = f", {data['gb_per_s']:.2f} GB/s" if data["nbytes_moved"] >= _LEAST_NBYTES_OF_A_RATE else ""
     verdict = f"{data['rows_wrong']} ROWS ARE WRONG" if data["rows_wrong"] else "all right"
     return [

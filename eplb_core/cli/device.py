@@ -64,11 +64,11 @@ def _ask_torch(device_type: str) -> str:
 
     try:
         torch.device(device_type)
-    except RuntimeError:  # torch's word for a type that it does not know
+    except RuntimeError:  # raised by torch for an unknown type
         return _UNKNOWN
     try:
         return _SEEN if torch.get_device_module(device_type).device_count() else _NOT_SEEN
-    except (RuntimeError, AttributeError):  # a type that nothing implements in this build
+    except (RuntimeError, AttributeError):  # a type that this build does not implement
         return _NOT_SEEN
 
 

@@ -92,14 +92,14 @@ def _automatic_choice(catalog: Catalog, use_async: bool, device_type: str) -> di
     try:
         choice = select(EPLBConfig(use_async=use_async), device_type=device_type, catalog=catalog)
     except ConfigError as error:
-        return {"name": None, "why": CATALOGUE[error.code].text}  # its detail is what the lists say
+        return {"name": None, "why": CATALOGUE[error.code].text}  # its detail repeats the lists
     return {"name": choice.name, "why": choice.reasons[choice.name]}
 
 
 def _backend(
     catalog: Catalog, info: BackendInfo, use_async: bool, device_type: str, no_device: str | None
 ) -> dict[str, Any]:
-    # The plugin's own reason comes first: it knows what exactly is missing, a driver, say, where torch sees no device.
+    # The plugin's own reason comes first: it names what is missing (a driver) where torch only sees no device.
     reason = why_not(info, use_async=use_async, device_type=device_type, elastic=False) or no_device
     return {
         **_common(catalog, "backend", info, reason),
@@ -135,7 +135,7 @@ def _lacks_a_package(info: BackendInfo | StagingInfo | PolicyInfo, reason: str |
     """Is a Python package missing? If none is, a hint to install one would be misleading."""
     if reason is None or reason != why_unavailable(info) or info.install_hint in reason:
         return False
-    # A plugin that any one of several packages would do for declares none, and finds its own words.
+    # A plugin that needs any one of several packages declares none and words its own reason.
     return reason in [f"{module} is not installed" for module in info.requires] or (
         not info.requires and "installed" in reason
     )

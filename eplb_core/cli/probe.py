@@ -79,7 +79,7 @@ def _probe_here(kind: Kind, name: str, device: str) -> dict[str, Any]:
             info = resolve(discover(), "backend", name)
             options = load_target(info.options) if isinstance(info.options, str) else info.options
             backend = load_target(info.target)
-            if not hasattr(backend, "probe"):  # it is optional, as the Communicator takes it
+            if not hasattr(backend, "probe"):  # probe is optional, as for the Communicator
                 return {"facts": _NONE}
             facts = contained("its probe()", lambda: backend.probe(None if options is None else options()))
         else:
@@ -90,7 +90,7 @@ def _probe_here(kind: Kind, name: str, device: str) -> dict[str, Any]:
                 return {"facts": _NONE}
             facts = contained("its probe()", lambda: allocator.probe(torch.device(device)))
         return {"facts": {str(key): str(value) for key, value in facts.items()}}
-    except PluginRaisedError as raised:  # what it says for itself is the better text
+    except PluginRaisedError as raised:  # the plugin's own error is the better text
         return {"problem": str(raised.__cause__ if isinstance(raised.__cause__, EplbError) else raised)}
     except EplbError as error:
         return {"problem": str(error)}

@@ -130,7 +130,7 @@ def _show_alike(console: Console, outcome: str, detail: str, alike: list[Verdict
     else:
         many = f"{len(alike)} tests {outcome}: " if len(alike) > 1 else f"{outcome}: "
         names = ", ".join(verdict.test for verdict in alike)
-        if outcome == "not run" and len(alike) > _NAMED:  # the table says which
+        if outcome == "not run" and len(alike) > _NAMED:  # the table lists them
             names = f"{names.partition(', ')[0]} and others"
         write(console, many + names, hanging="  ", style=_STYLES[outcome])
     lines = detail.splitlines()

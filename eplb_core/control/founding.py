@@ -17,7 +17,7 @@ from eplb_core.control.sockets import written
 from eplb_core.control.store import StoreGone, first_line
 from eplb_core.errors import ConfigError
 
-_RECORD_NBYTES = 1024  # of one size on all ranks and in all releases, for gloo ends the process on a longer message
+_RECORD_NBYTES = 1024  # the same in all releases: gloo aborts the process on a message longer than its receive
 _RECORD_VERSION = 1
 _TOLD = 4  # ranks whose refusals are written out
 
@@ -79,7 +79,7 @@ def found(group: Any, host: object, ports: object, timeout_s: float) -> Founded:
             refusal = ConfigError("EPLB-C009", problem=f"it cannot reach the store of rank 0 at {at}: {gone}")
         records = _gather(group, mine, refusal, timeout_s, "a rank was lost before all had reached the store")
     except BaseException:
-        store = None  # which the frames of the error would keep
+        store = None  # the frames of the error would keep it alive
         raise
     addresses = {peer: str(record["address"]) for peer, record in enumerate(records)}
     return Founded(store, rank, world_size, locations[rank], Presence(port, addresses) if rank == 0 else None)

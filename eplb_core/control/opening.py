@@ -68,7 +68,7 @@ def open_again(store: Any, timeout_s: float) -> Opened:
         opened.store.set_timeout(timedelta(seconds=max(timeout_s, _LEAST_S)))
         return opened
     try:
-        # It keeps its own timeout: the clone of a HashStore is that very HashStore.
+        # Its own timeout stays: the clone of a HashStore is the same object.
         return _open(store.clone, None, timeout_s)
     except (NotImplementedError, AttributeError, TypeError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _is_missing(error):
@@ -124,8 +124,8 @@ def _connect(make: Callable[[], Any], address: tuple[str, int] | None, timeout_s
     finally:
         one_by_one.release()
     for descriptor, _ in new:
-        # When the host connected to it in the same moment, its connection gets the limit as well: it shows only where
-        # the store is silent for as long, for torch itself waits for keys in another way.
+        # If the host opened a connection at the same moment, that one gets the limit as well. This matters only when
+        # the store is silent for that long: torch waits for keys in another way.
         with suppress(OSError):  # it was the host's, and is closed again
             limit(descriptor, timeout_s)
     if len(new) != 1:
@@ -167,6 +167,6 @@ def _lock_of(address: tuple[str, int]) -> threading.Lock:
 
 
 def _is_missing(error: RuntimeError) -> bool:
-    # What pybind11 says of a store written in Python, and c10d of a kind that has none.
+    # Errors of pybind11 for a store written in Python, and of c10d for a kind without clone().
     text = str(error).lower()
     return isinstance(error, NotImplementedError) or "pure virtual" in text or "not implemented" in text

@@ -64,7 +64,7 @@ class ControlPlane:
         self.location = location or locate(host, ports, self.timeout_s)[0]
         self._store = store
         self._presence: Presence | None = None
-        self._is_own = False  # a store that `from_process_group` founded, so that nobody else's keys are in it
+        self._is_own = False  # True for a store that `from_process_group` made: it holds no other group's keys
         self._claims = Claims()
 
     @classmethod

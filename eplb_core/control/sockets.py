@@ -59,5 +59,5 @@ def _connections() -> Iterator[tuple[tuple[int, int], tuple[object, ...], tuple[
 
 
 def _borrowed(descriptor: int) -> socket.socket:
-    # A duplicate: options and addresses belong to the socket, and closing the duplicate leaves the owner's alone.
+    # A duplicate: options and addresses belong to the socket, and closing the duplicate does not close the owner's.
     return socket.socket(fileno=os.dup(descriptor))

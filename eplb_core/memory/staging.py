@@ -45,7 +45,7 @@ class TorchStaging:
             raise TransferError("EPLB-T010", problem=f"{device} was asked for where the weights are on {self.device}")
         self._accounts.let_go()
         try:
-            # Outside of inference mode, whatever the host builds in: a block made there could not be written later.
+            # Outside of inference mode: a block made inside it could not be written later.
             with torch.inference_mode(mode=False):
                 data = (
                     _pinned(nbytes, self.device)
@@ -82,13 +82,13 @@ class TorchStaging:
 
 def _can_pin(device: torch.device) -> bool:
     if device.type == "cuda":
-        return True  # where that fails it is an error of allocate, never a reason to go on unpinned
+        return True  # if pinning fails, allocate raises; it never goes on unpinned
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
         return False
     try:
         torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True)
-    except RuntimeError:  # torch's word for an accelerator that offers no pinned memory
+    except RuntimeError:  # raised by torch for an accelerator without pinned memory
         return False
     return True
 

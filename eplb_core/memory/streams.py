@@ -35,7 +35,7 @@ class Streams:
         import torch
 
         event = torch.Event(device=self._device)
-        # Named, for the current stream is the calling thread's.
+        # By name, for the current stream depends on the calling thread.
         event.record(torch.accelerator.current_stream(self._device))
         return event
 

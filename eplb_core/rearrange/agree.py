@@ -69,7 +69,7 @@ def propose(epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: 
     except EplbError as error:
         detail = f"{error.detail} Found by rank {epoch.rank}.".strip()
         return error_for(error.code, *error.values, detail=detail, **error.fields)
-    except Exception as error:  # of an array of the host's own kind, say
+    except Exception as error:  # for instance from an array class of the host
         problem = f"reading them failed with {type(error).__name__}: {error}"
         return error_for("EPLB-P001", problem=problem, detail=f"Found by rank {epoch.rank}.")
     return Proposal(old, new, plan)

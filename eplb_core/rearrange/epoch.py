@@ -100,7 +100,7 @@ class Epoch:
         try:
             self._build_backend(device_group, host_landing)
         except BaseException:
-            self.landing.release()  # nobody is connected who could write there
+            self.landing.release()  # no peer is connected yet that could write there
             raise
 
     def _build_backend(self, device_group: Any, host_landing: list[list[torch.Tensor]] | None) -> None:

@@ -72,7 +72,7 @@ class FailurePath:
             decision = layer.vote.abort(refusal.error, fatal=refusal.fatal)
             if not decision.commit:
                 return layer.number, decision
-            # Every ballot was in before, this rank's too: the layer holds. What failed since stops the next one.
+            # Every ballot was set before, this rank's too, so the layer is committed. The failure aborts the next one.
             self._moving.note_decided(layer)
             if following is None:
                 self._leave(refusal.error, where, undrained=False, poisoned=True)
@@ -82,7 +82,7 @@ class FailurePath:
         except StoreGone as gone:
             self.store_lost(gone, where)
         except Exception as second:
-            if self._state.poisoned is None:  # a commit of another life, say: nothing may stay half open
+            if self._state.poisoned is None:  # for instance EPLB-T016: nothing may stay half open
                 named = second if isinstance(second, EplbError) else refusal_of(second, self._epoch.rank, where)
                 self._leave(named, where, undrained=not self._moving.drain(str(second)), poisoned=True)
             raise
@@ -95,7 +95,7 @@ class FailurePath:
             with suppress(StoreGone):  # then the others find out for themselves
                 if layer.vote.abort(stopped, fatal=True).commit:
                     self._moving.note_decided(layer)
-                    vanish(self._members)  # the vote told them nothing
+                    vanish(self._members)  # the vote did not tell them
         finally:
             self._leave(stopped, layer.where, undrained=not self._moving.drain(reason), poisoned=True)
 
@@ -110,10 +110,10 @@ class FailurePath:
             usable = not decision.fatal and self._all_drained(number, drained)
         except StoreGone:
             usable = False
-        except Exception as second:  # of the backend's progress(), say: nothing may stay half open
+        except Exception as second:  # for instance from the backend's progress(): nothing may stay half open
             self._state.note(f"draining after a failure raised {second!r}")
             usable = False
-            vanish(self._members)  # the others may have decided that all is well
+            vanish(self._members)  # the others may have voted that all is drained
         except BaseException:  # Ctrl-C
             self._leave(error, where, undrained=not drained, poisoned=True)
             raise

@@ -134,7 +134,7 @@ class MovingLayers:
         # The copies out of this slot may still run on the device; they end before anything lands in it again.
         epoch.setup.streams.wait_for(self._state.take_slot_events(layer.slot))
         share = self._moves.of(number)
-        # Both ends must count alike, whatever either has started before: so nothing is counted.
+        # Both ends must agree on this number, whatever each has started before; so it is computed, not counted.
         sequence = members.generation * len(epoch.setup.layout.geometries) + number
         plan = TransferPlan(members.generation, sequence, number, layer.slot, *share)
         layer.copies = commit_copies(
@@ -159,7 +159,7 @@ class MovingLayers:
         drained = True
         for layer in self.started.values():
             if layer.failure is not None:
-                drained = False  # nobody knows how far it came
+                drained = False  # it is unknown how far it came
             elif layer.handle is not None and not layer.landed:
                 try:
                     drained = bool(self._epoch.backend.abort(layer.handle, reason)) and drained

@@ -76,7 +76,7 @@ def vote_on(
         decision = vote.abort(watch.diagnose(error, vote, vote.where).error, fatal=True)
     else:
         vote.cast(ballot, tally or all_agree(members.rank))
-        # Whoever is connected goes on pumping, so that the others become connected too.
+        # A rank that is connected keeps calling progress(), so that the others become connected too.
         decision = watch.decide(vote, timeout_s=max(1.0, deadline.left_s), progress=epoch.backend.progress)
     if not decision.commit:
         raise error_of(decision)

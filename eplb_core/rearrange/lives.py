@@ -149,7 +149,7 @@ class Lives:
             raise
 
     def _refuse(self, refusal: EplbError, members: tuple[int, ...]) -> None:
-        # The host of the store takes it along when it ends, so it stays until everybody has read why.
+        # The store ends with the process that hosts it, so that process stays until all have read the reason.
         heard = Deadline(self._timeout_s if self.control.hosts_store else min(_REFUSAL_HEARD_S, self._timeout_s))
 
         def pause() -> Refusal | None:

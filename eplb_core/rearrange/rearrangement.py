@@ -176,7 +176,7 @@ class Rearrangement:
                 meanwhile()
             except CommitError:
                 raise
-            except BaseException as interrupt:  # Ctrl-C: what observers raise of a commit is logged
+            except BaseException as interrupt:  # only Ctrl-C: exceptions of observers are logged at a commit
                 self._failure.interrupted(layer, interrupt)
                 raise
         with self._failure.guard(layer, self._following()), counts.phase("vote"):
@@ -234,7 +234,7 @@ class Rearrangement:
         self._moving.decided.clear()
 
     def _commit(self, number: int) -> None:
-        # It leaves the list first: whatever comes in between, a signal handler or a failed copy, it is copied once.
+        # It leaves the list first, so that it is copied once whatever happens, a signal handler or a failed copy.
         layer = self._moving.decided.pop(number, None)
         if layer is None:
             raise PlanError("EPLB-P004", problem=f"commit({number}) without stage({number})")
@@ -248,7 +248,7 @@ class Rearrangement:
                 reason = f"{type(error).__name__}: {error}"
                 dead = CommitError("EPLB-T006", layer=number, rank=self._epoch.rank, reason=reason)
                 vanish(self._members)
-                self._moving.decided.clear()  # copies that came half way cannot be made again
+                self._moving.decided.clear()  # copies that were made in part cannot be repeated
                 state.invalid = dead
                 state.poison(dead, f"layer {number}, phase commit")
                 raise dead from error

@@ -88,14 +88,14 @@ class Retirement:
         try:
             if unclean:
                 departure.vanish(members)
-                if not force:  # the store may not answer; who comes next sees that this one is gone all the same
+                if not force:  # the store may not answer; a later process can see anyway that this one is gone
                     departure.take_post_back(members)
             else:
                 departure.say_goodbye(members, tidies=not stays_s)
             if stays_s:
                 departure.await_goodbyes(members, stays_s)
                 if not unclean:
-                    # the last of all: the others' goodbyes are keys as well
+                    # last, for the others' goodbyes are keys as well
                     store_keys.tidy_up(members.client, members.namespace, members.members)
         except StoreGone as gone:
             logger.warning("%s: the store was gone at close: %s", members.name, gone)
@@ -113,7 +113,7 @@ class Retirement:
     def _give_landing_back(self, epoch: Epoch) -> bool:
         """Release the slots, each after the event of its last copies; False when the device cannot tell."""
         try:
-            # A commit may have run on another stream than the caller's; one that failed, or was settled, left no event.
+            # A commit may have run on another stream than the caller's; a failed or recovered one left no event.
             rest = epoch.setup.streams.mark()
         except RuntimeError as error:
             logger.warning("%s: the landing memory is kept, for the device failed: %s", self._state.name, error)

@@ -210,7 +210,7 @@ class CommunicatorState:
         )
 
     def _staging_now(self) -> StagingStats:
-        # Releasing asks events, which a failed device answers with an error: it must not hide the one in flight.
+        # Releasing queries events, which raises on a failed device; that must not hide the error being raised.
         with suppress(RuntimeError):
             self._staging = self._allocator.stats()
         spare, counted = self.nbytes_spare, self._staging

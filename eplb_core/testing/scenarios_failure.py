@@ -62,7 +62,7 @@ def _wait_for_a_peer_that_does_not_come(exchange: Exchange, limit_s: float, judg
     except Exception as error:
         story = {"error": type(error).__name__, "typed": isinstance(error, EplbError), "text": str(error)}
     else:
-        # Who reads its peer's live rows needs nothing of it; then the rows are there, as the host last wrote them.
+        # A backend that reads live rows needs nothing from its peer; then the rows are there, as last written.
         story = {"error": "", "missing": exchange.missing(plan)}
     exchange.stage.say("rank 0 is done")
     return story | {"seconds": time.monotonic() - started}
@@ -152,7 +152,7 @@ def drains_what_it_says_it_drained(stage: Stage, subject: Subject) -> None:
             expect(painted or not drained, "abort said drained, and landing memory was written after it")
         else:
             stage.hear("aborted", 20.0)
-            with suppress(EplbError):  # its peer is gone: that is no fault of this rank's
+            with suppress(EplbError):  # its peer is gone, which is not this rank's failure
                 exchange.hooks.wait(exchange.hooks.transfer(exchange.plan(generation=2)), LIMIT_S)
             stage.say("started late")
             stage.hear("looked", 20.0)

@@ -145,7 +145,7 @@ def is_pickle(payload: bytes) -> bool:
         return False
     try:
         last = max(position or 0 for _, _, position in pickletools.genops(payload))
-    except Exception:  # anything that is no pickle, in whatever way
+    except Exception:  # not a pickle
         return False
     return last == len(payload) - 1
 

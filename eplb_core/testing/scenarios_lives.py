@@ -40,7 +40,7 @@ class _StartsOneLess(Observer):
         here = self._stage.rank == 1 and (name, plan.generation, plan.layer) == ("wait", 2, 1)
         if here and not self._has_acted:
             self._has_acted = True
-            with suppress(UnheardError):  # where a wait needs its peer's, no rank can be a transfer ahead
+            with suppress(UnheardError):  # if a wait needs its peer's wait, no rank can be a transfer ahead
                 self._stage.hear("one more is started", _ONE_MORE_S, self.pump)
             raise InjectedFault("injected in wait of layer 1")
 
@@ -101,7 +101,7 @@ def is_quiet_once_closed(stage: Stage, subject: Subject, aborted: bool) -> None:
             _close_and_watch(exchange, aborted=aborted)
         else:
             stage.hear("closed", 20.0)
-            with suppress(EplbError):  # its peer is gone: that is no fault of this rank's
+            with suppress(EplbError):  # its peer is gone, which is not this rank's failure
                 exchange.hooks.wait(exchange.hooks.transfer(exchange.plan(generation=2)), PROMPT_S)
             stage.say("started late")
             stage.hear("looked", 20.0)
@@ -153,10 +153,10 @@ def gives_up_when_told(stage: Stage, subject: Subject, cancelled: Cancelled) -> 
         except Exception as error:
             story |= {"error": f"{type(error).__name__}: {error}", "typed": isinstance(error, EplbError)}
         else:
-            # Who reads its peer's live rows may have been done by then; then the rows are there.
+            # A backend that reads live rows may be done by then; then the rows are there.
             story["missing"] = exchange.missing(plan)
         story["seconds"] = time.monotonic() - started - CALLED_OFF_S
-        # What the core does next: it aborts the handle, and goes on pumping while it votes.
+        # The core then aborts the handle, and keeps calling progress() while it votes.
         try:
             exchange.backend.abort(handle, "the kit aborts")
             exchange.pump(0.1)

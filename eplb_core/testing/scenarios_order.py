@@ -24,7 +24,7 @@ def returns_from_transfer_at_once(stage: Stage, subject: Subject) -> None:
     with Exchange(stage, subject) as exchange:
         try:
             handle = exchange.hooks.transfer(exchange.plan())
-        except DiscoveryError as error:  # the core's answer to None, which pluggy takes for no implementation
+        except DiscoveryError as error:  # raised for None, which pluggy takes for no implementation
             raise Unmet(str(error)) from error
         exchange.hooks.wait(handle, 10.0)
         exchange.meet()
@@ -96,7 +96,7 @@ def leaves_the_plan_alone(stage: Stage, subject: Subject) -> None:
         before = _columns(plan)
         try:
             exchange.hooks.wait(exchange.hooks.transfer(plan), 10.0)
-        except ValueError as error:  # numpy's, where a read-only array is to be written
+        except ValueError as error:  # from numpy, for a write into a read-only array
             if "read-only" in str(error) or "WRITEABLE" in str(error):
                 raise Unmet(f"the plan's arrays are read-only: {told(error)}") from error
             raise

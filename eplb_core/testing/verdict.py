@@ -103,7 +103,7 @@ def examine(
         module = Path(folder) / "test_conformance.py"
         text = _MODULE.format(name=name, env=dict(env or {}), device_type=device_type, device_group=device_group)
         module.write_text(text, encoding="utf-8")
-        settings = Path(folder) / "pytest.ini"  # of its own: the working directory's are not the kit's business
+        settings = Path(folder) / "pytest.ini"  # its own: settings of the working directory must not matter
         settings.write_text("[pytest]\n", encoding="utf-8")
         plugins = ("-p", "no:terminal", "-p", "no:cacheprovider")
         wanted = [f"{module}::TestConformance::{test}" for test in chosen] if tests else [str(module)]

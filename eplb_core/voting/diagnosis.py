@@ -96,7 +96,7 @@ class Diagnosis:
             if refusal is not None:
                 return refusal
             if deadline.over:
-                # Members that wait for rows run out of time at the same moment, and can name who does not send them.
+                # Members that wait for rows run out of time at the same moment and name the rank that does not send.
                 grace = grace or Deadline(_STALL_GRACE_S)
                 if grace.over:
                     return Refusal(self._stalled(vote, deadline.timeout_s))

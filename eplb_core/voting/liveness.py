@@ -175,7 +175,7 @@ class Ring:
         """Connect to the right neighbour and greet it."""
         limit_s = max(0.05, timeout_s - min(_HEAD_START_S, timeout_s / 4))
         until = time.monotonic() + limit_s
-        # In a thread, for looking up a name has no limit, and so that a refusal of another rank is heard meanwhile.
+        # In a thread: the look-up of a name has no limit, and an abort of another rank must be noticed meanwhile.
         attempt = Attempt(
             lambda: socket.create_connection(address, timeout=limit_s),
             f"connects to rank {self.right}",
@@ -207,7 +207,7 @@ class Ring:
         return len(body).to_bytes(2, "big") + body
 
     def _greets(self, connection: socket.socket) -> bool:
-        # Anyone may knock on a port; only the left neighbour of this very ring is let in.
+        # Any program may connect to a port; only the left neighbour of this ring is accepted.
         connection.settimeout(2.0)
         try:
             size = int.from_bytes(_read(connection, 2), "big")

@@ -109,7 +109,7 @@ class Meeting:
             *read, roll, post = yield Get((*marks, self._roll_key, post_key(self.members[0])))
             if all(read):
                 return
-            # Where several refuse, one is heard; the others stop when they hear it, for nobody else will read them.
+            # Of several refusals one is read; the other writers stop when they read it, for nobody will read theirs.
             if self.rank != self.members[0] and (yield from self._hearing(roll, post)) is not None:
                 return
             if (yield Pause()) is not None:
@@ -158,7 +158,7 @@ class Meeting:
 
     def _awaiting(self, vote: Vote, roll: Roll) -> Steps[Decision]:
         """Steps from the ballot to the decision; a roll of which a nonce was replaced is aborted."""
-        # The lowest member looks at all, the others at it: were each to look at all, a meeting would cost N x N.
+        # The lowest member reads all posts, the others only its post: if each read all, a meeting would cost N x N.
         seen = roll.members if self.rank == roll.members[0] else (roll.members[0], self.rank)
         while True:
             decision = yield from vote.polling()
@@ -187,7 +187,7 @@ class Meeting:
         if post is None or post.process == self.process:
             return
         there = post.process.in_use()
-        # One that has replaced this attempt's post counts as there also where that cannot be seen: else two processes
+        # A process that replaced this attempt's post counts as alive even if that cannot be seen: else two processes
         # on two machines would replace each other's until their limits.
         if there or (there is None and nonce is not None):
             if nonce is not None:
@@ -209,10 +209,10 @@ class Meeting:
         for rank, post in posts.items():
             if post is None or post.refusal is None:
                 continue
-            # Its process may have ended long ago; then it is told at the limit, if nobody has come in its place.
+            # Its process may have ended long ago. Then it is raised at the limit, unless another process has come.
             if not self.private and post.process.in_use() is False:
                 continue
-            # So is one that this process has read before: it ended that attempt, and its rank may come anew to this.
+            # The same for a refusal read before: it ended that attempt, and its rank may come to this one.
             key, mine = self._read_key(post.nonce, self.rank), self.process.token.encode()
             (read,) = yield Get((key,))
             if read != mine:
@@ -227,7 +227,7 @@ class Meeting:
             return ""
         if post.refusal is not None:
             return f"which left saying: {post.refusal}"
-        if used.get(rank) == post.nonce:  # a roll's nonces never meet again, whatever became of it
+        if used.get(rank) == post.nonce:  # the nonces of a roll never meet again, whatever its outcome
             return ""
         if post.members != self.members:
             return f"which was told to meet ranks {list(post.members)}, not {list(self.members)}"

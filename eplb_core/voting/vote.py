@@ -120,14 +120,14 @@ class Vote:
     def casting(self, ballot: Ballot, tally: Tally) -> Steps[None]:
         """Steps of `cast`."""
         sealed = self._scope.seal("ballot", encode_ballot(ballot))
-        self.balloted = True  # before the store has it: one that loses the store here is in doubt
+        self.balloted = True  # before it is sent: if the store is lost during this call, the layer is in doubt
         yield Put(self._ballot_key(self._scope.rank), sealed)
         count = yield Count(f"{self._prefix}/count")
         if count < len(self._members):
             return
         ballots = yield from self._reading()
         missing = [rank for rank in self._members if rank not in ballots]
-        if missing:  # cannot be while the store keeps its word; never commit on less than all ballots
+        if missing:  # impossible while the store works; never commit on fewer than all ballots
             error: EplbError = MetadataError("EPLB-M005", peer=missing[0], problem="its ballot is missing")
             decision = Decision(False, self._scope.rank, error)
         else:

@@ -85,7 +85,7 @@ def _plain(value: Any) -> Any:
 
 
 def _cut(text: str) -> str:
-    # A library's text may be of any length; it must not keep the reason for an abort from travelling.
+    # A library's text may have any length; it must not keep the reason for an abort from being sent.
     left_out = len(text) - MAX_TEXT_NCHARS
     return text if left_out <= 0 else f"{text[:MAX_TEXT_NCHARS]} ... ({left_out} characters more)"
 

@@ -22,7 +22,7 @@ _IDENTITY = {
     "backend version": attrgetter("backend_version"),
     "members": attrgetter("members"),
 }
-# What the rest of a tensor means depends on what stands before it here.
+# Ordered: later fields have a meaning only if the earlier ones are equal.
 _OF_A_TENSOR = {
     "nbytes_per_expert": attrgetter("nbytes"),
     "dtype": attrgetter("dtype"),
@@ -118,7 +118,7 @@ def _of_options(local: RankRecord, peer: RankRecord) -> MetadataError | None:
     names = [
         name
         for name in sorted(local.options.keys() | peer.options.keys())
-        if exact(local.options.get(name)) != exact(peer.options.get(name))  # None is no option's value
+        if exact(local.options.get(name)) != exact(peer.options.get(name))  # no option has the value None
     ]
     if not names:
         return None
