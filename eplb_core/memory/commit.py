@@ -21,14 +21,16 @@ from eplb_core.memory.landing import LandingMemory
 class CommitCopies:
     """The copies of one layer's commit, ready to run: steps in order, each a list of (to, from) rows.
 
-    They are built before the vote, so that a commit allocates and checks nothing.
-
     Parameters
     ----------
     steps : tuple of (list of torch.Tensor, list of torch.Tensor)
         Destinations and sources of each step; the copies of a step are independent of each other.
     nbytes_local : int
         Bytes of rows that come from this rank itself.
+
+    Notes
+    -----
+    They are built before the vote, so that a commit allocates and checks nothing.
     """
 
     steps: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...]

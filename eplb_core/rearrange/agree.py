@@ -43,6 +43,8 @@ class Proposal:
 def propose(epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Proposal | EplbError:
     """Check memory and maps, and plan the moves; an error is returned, not raised: this rank's ballot carries it.
 
+    Notes
+    -----
     A rank that raised here would leave the others waiting for its ballot.
     """
     layout, world_size = epoch.setup.layout, epoch.control.world_size

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 class Epoch:
     """The backend and landing memory of one epoch, and the connection to its members.
 
-    Building an epoch is local. Ranks may build theirs minutes apart and meet later.
-
     Parameters
     ----------
     setup : Setup
@@ -62,6 +60,10 @@ class Epoch:
     ------
     EplbError
         The backend could not be built or refused the buffers.
+
+    Notes
+    -----
+    Building an epoch is local. Ranks may build theirs minutes apart and meet later.
     """
 
     def __init__(

@@ -28,8 +28,6 @@ def link(
 ) -> None:
     """Connect the backends of pairs that no plan has named before; collective if there are any, or with `always`.
 
-    The first call of an epoch always exchanges, so that every backend sees ``exchange_metadata`` before a transfer.
-
     Parameters
     ----------
     epoch : Epoch
@@ -42,6 +40,10 @@ def link(
         Limit, seconds.
     topic : str
         Topic of the vote; used once in a generation.
+
+    Notes
+    -----
+    The first call of an epoch always exchanges, so that every backend sees ``exchange_metadata`` before a transfer.
     """
     if not always and epoch.exchanged and bool(epoch.linked[pairs[:, 0], pairs[:, 1]].all()):
         return

@@ -192,6 +192,8 @@ class Lives:
     def end(self, *, force: bool) -> None:
         """End the communicator: commit decided layers unless forced, close the backend, say goodbye, free memory.
 
+        Notes
+        -----
         A step that fails does not keep the later ones from being taken.
         """
         state = self._state

@@ -119,6 +119,8 @@ class Rearrangement:
     def run(self) -> None:
         """Stage and commit every layer, then end; this is `Communicator.rearrange`.
 
+        Notes
+        -----
         The copies of a layer's commit, and the start of the transfer that takes its slot, run while the next layer's
         vote is under way.
         """

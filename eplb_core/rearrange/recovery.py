@@ -26,6 +26,8 @@ def known_of(held: HeldPlacement) -> dict[str, Any]:
 def to_roll_forward(ballots: Mapping[int, Ballot]) -> dict[str, list[int]]:
     """Return the doubtful layers that any member saw committed.
 
+    Notes
+    -----
     A layer is in doubt on a rank that cast its ballot and could not read the decision. Commit implies that every
     landing was complete, so if any member saw commit, the others copy their landing rows too; if none did, a rank
     that is gone may have, but it is gone, and all stay old.

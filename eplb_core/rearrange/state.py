@@ -24,9 +24,6 @@ logger = logging.getLogger("eplb_core")
 class CommunicatorState:
     """The state of one communicator over all its epochs.
 
-    There are two locks: one for collective calls, one for commits, which are local and may come from another thread
-    than the one that stages the next layer. Only `closing` waits for them, within a limit.
-
     Parameters
     ----------
     name : str
@@ -37,6 +34,11 @@ class CommunicatorState:
         What the rows hold.
     allocator : StagingAllocator
         Staging allocator; the report shows its bytes.
+
+    Notes
+    -----
+    There are two locks: one for collective calls, one for commits, which are local and may come from another thread
+    than the one that stages the next layer. Only `closing` waits for them, within a limit.
     """
 
     def __init__(self, name: str, backend: str, held: HeldPlacement, allocator: StagingAllocator) -> None:

@@ -20,13 +20,15 @@ _LATE = {"epoch": "0", "store": "None"}
 def reads_before_the_meeting() -> Iterator[list[str]]:
     """Record every read of ``context.epoch`` and ``context.store`` by communicators built inside this context.
 
-    The core itself reads neither, so every read is one of the backend, and too early. A copy (``dataclasses.replace``)
-    counts as well, and rightly: it keeps the values from before the meeting.
-
     Yields
     ------
     list of str
         Filled meanwhile: one text for each line that reads one of them.
+
+    Notes
+    -----
+    The core itself reads neither, so every read is one of the backend, and too early. A copy (``dataclasses.replace``)
+    counts as well, and rightly: it keeps the values from before the meeting.
     """
     reads: list[str] = []
 

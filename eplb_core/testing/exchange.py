@@ -104,6 +104,8 @@ class Exchange:
     def complete(self, check: Callable[[bool, str], None] = reach) -> None:
         """Exchange a layer in slot 0 on all ranks, so that the test starts with a backend that has worked.
 
+        Notes
+        -----
         `check` is `expect` in tests that are about these rows, else `reach`.
         """
         plan = self.plan()
@@ -140,6 +142,8 @@ class Exchange:
     def close_backend(self, *, undrained: bool) -> bool:
         """Close the backend by force, and return whether the core takes memory for safe.
 
+        Notes
+        -----
         The core is told that it is not, so that landing memory stays allocated and can be watched.
         """
         safe = self.session.close_backend(force=True, undrained=undrained)

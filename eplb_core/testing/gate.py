@@ -32,6 +32,8 @@ _DEVICE_GROUP = (
 class Gated:
     """What every group of kit tests stands on: the backend under test, its ranks, and the gate before each test.
 
+    Notes
+    -----
     The attributes are those of `BackendConformance`, which describes them.
     """
 

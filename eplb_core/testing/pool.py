@@ -138,14 +138,16 @@ Scenario = Callable[..., Any]
 class RankPool:
     """Processes that run scenarios until one fails; then they are killed, and the next run starts new ones.
 
-    They are daemonic, as an engine's workers may be, so a backend that starts processes of its own fails.
-
     Parameters
     ----------
     world_size : int
         Number of processes; a scenario may use fewer.
     env : mapping of str to str or None
         Environment variables to set in the ranks.
+
+    Notes
+    -----
+    They are daemonic, as an engine's workers may be, so a backend that starts processes of its own fails.
     """
 
     def __init__(self, world_size: int, env: Mapping[str, str] | None = None) -> None:

@@ -27,6 +27,8 @@ def rearranges(
 ) -> int:
     """Go through placements and check every row after each; return the bytes that the reports count.
 
+    Notes
+    -----
     Once `judged_after` placements were reached, an exception counts as a failure of what the test is about.
     """
     placements: list[Map] = [np.array(placement, dtype=np.int64) for placement in maps]

@@ -35,6 +35,8 @@ def waits_for_nobody(stage: Stage, subject: Subject, limit_is_judged: bool = Fal
 def waits_beside_a_death(stage: Stage, subject: Subject) -> dict[str, Any]:
     """Wait for a peer that never starts while a third rank dies; return how the wait ended on rank 0.
 
+    Notes
+    -----
     All other ballots may be in by then, so the result of rank 0's `wait` decides.
     """
     old = np.arange(12)[None].repeat(2, 0)

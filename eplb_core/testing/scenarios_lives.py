@@ -52,6 +52,8 @@ class _StartsOneLess(Observer):
 def counts_what_the_plan_counts(stage: Stage, subject: Subject, across: bool) -> None:
     """Abort a layer when one rank has started the next one and the other has not; later layers must be exact.
 
+    Notes
+    -----
     With `across`, rows of that next layer move between ranks; else they stay on their ranks, and every backend has
     drained it. The following rearrangements leave out layers that move nothing, so that the plans' sequences jump too.
     """

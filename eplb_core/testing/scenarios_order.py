@@ -43,6 +43,8 @@ def returns_from_transfer_at_once(stage: Stage, subject: Subject) -> None:
 def waits_for_a_late_source(stage: Stage, subject: Subject) -> None:
     """Let one rank start late, in both directions; when `wait` returns, the rows must be in landing memory.
 
+    Notes
+    -----
     An earlier exchange has filled the same slot with the same layer, so a `wait` that returns early finds old rows.
     """
     with Exchange(stage, subject) as exchange:

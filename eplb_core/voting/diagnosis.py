@@ -82,6 +82,8 @@ class Diagnosis:
     ) -> Decision:
         """Wait for a decision, at most `timeout_s`; meanwhile watch the neighbours and call the backend's ``progress``.
 
+        Notes
+        -----
         It polls with back-off. A blocking wait would have to be cut into slices to look at the neighbours, and torch's
         store prints two warnings for each slice that runs out.
         """
@@ -136,6 +138,8 @@ class Diagnosis:
     def diagnose(self, error: Exception, vote: Vote, where: str) -> Refusal:
         """Return the cause of a local failure: an abort that stands, a dead neighbour, or the failure itself.
 
+        Notes
+        -----
         When a peer dies, ranks with transfers to it see these fail, and its neighbours see an end of file. So a failed
         transfer waits a moment for the better explanation. One whose limit ran out does not wait: it knows which rank
         it waits for, while the others only know that a ballot is missing.

@@ -28,9 +28,6 @@ _RINGS: weakref.WeakSet[Ring] = weakref.WeakSet()
 class Ring:
     """This rank's two connections, to the members before and after it.
 
-    There are no heartbeats: a busy machine would make them late, and live ranks would look dead. A killed process
-    closes its sockets at once; a stopped one is found by the limits of the waits.
-
     Parameters
     ----------
     host : str
@@ -46,6 +43,11 @@ class Ring:
     ------
     ConfigError
         This rank cannot listen there (EPLB-C009).
+
+    Notes
+    -----
+    There are no heartbeats: a busy machine would make them late, and live ranks would look dead. A killed process
+    closes its sockets at once; a stopped one is found by the limits of the waits.
     """
 
     def __init__(

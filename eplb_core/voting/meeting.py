@@ -30,10 +30,6 @@ VOID = "void"
 class Meeting:
     """One rank's part in a meeting.
 
-    The lowest member gathers the posts and publishes the roll. A rank enters only a roll that holds the nonce of its
-    present post, and votes on it in the namespace that follows from all nonces. A roll is void once one of its nonces
-    has been replaced: a member that sees this aborts the vote, and all meet again, each until its own limit.
-
     Parameters
     ----------
     name : str
@@ -50,6 +46,12 @@ class Meeting:
         Was the store made for this group? Then nothing in it is older than the group.
     fresh : callable
         Makes a nonce.
+
+    Notes
+    -----
+    The lowest member gathers the posts and publishes the roll. A rank enters only a roll that holds the nonce of its
+    present post, and votes on it in the namespace that follows from all nonces. A roll is void once one of its nonces
+    has been replaced: a member that sees this aborts the vote, and all meet again, each until its own limit.
     """
 
     name: str
@@ -234,11 +236,9 @@ class Meeting:
         return None
 
     def _staying_this_rank(self, post: Post | None, nonce: str) -> Steps[None]:
-        """Steps that end the attempt when another process posts as this rank during the meeting.
-
-        They also note it in the store: the members that the other process meets may be another group.
-        """
+        """Steps that end the attempt when another process posts as this rank during the meeting."""
         if post is not None and post.nonce != nonce:
+            # The members that the other process meets may be another group, and must be able to tell.
             yield Put(_contested_key(post.nonce), b"1")
             raise self._another(post)
 

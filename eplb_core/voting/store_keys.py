@@ -45,6 +45,8 @@ class StoreKeys:
 def tidy_up(client: StoreClient, namespace: str, members: Sequence[int]) -> bool:
     """Delete this rank's keys at an end at which it knows every outcome.
 
+    Notes
+    -----
     The last member that tidies up deletes the keys that others might still have read. When a member is lost, there is
     no last one, and these keys stay: a rank that wakes late must find the outcomes. Returns True when all members have
     left and the store holds no key of the epoch any more.
@@ -61,6 +63,8 @@ def leave_epoch_behind(
 ) -> None:
     """Delete the keys of an epoch once every present member has joined the next: each its own, the lowest the rest.
 
+    Notes
+    -----
     When a member of the old epoch is absent, the decisions stay for good. Otherwise a member that slept just before it
     decided would find no decision, put its own, and commit a layer that the others have aborted.
     """
