@@ -30,11 +30,11 @@ _KINDS: tuple[tuple[str, str, type[Any]], ...] = (
 
 
 class PluginRejectedError(Exception):
-    """The reason why a plugin, or something of it, is not used."""
+    """The reason why a plugin, or one of its offers, is not used."""
 
 
 class PluginRaisedError(PluginRejectedError):
-    """Code of a plugin raised: the message says what, ``__cause__`` is the original."""
+    """Code of a plugin raised; ``__cause__`` is the original exception."""
 
 
 def contained(doing: str, call: Callable[[], T]) -> T:

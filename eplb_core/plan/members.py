@@ -1,4 +1,4 @@
-"""Ranks that take part in a rearrangement: what the others hold is lost, and nothing may be asked of them."""
+"""Ranks that take part in a rearrangement; rows of the others are lost, and no plan may need them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eplb_core.plan.replicas import Experts
 
 
 def without_absent(before: IntArray, after: IntArray, members: Sequence[int]) -> IntArray:
-    """Return `before`, ``[num_layers, world_size, num_rows]``, with the rows of ranks that are no members empty."""
+    """Return `before`, ``[num_layers, world_size, num_rows]``, with the rows of absent ranks empty."""
     world_size = before.shape[1]
     present = np.zeros(world_size, bool)
     for rank in members:

@@ -1,4 +1,4 @@
-"""How moves are cut into messages and batches, and where they land: what both ends of a move must agree on."""
+"""The rules that both ends of a move share: how moves are cut into messages and batches, and where they land."""
 
 from __future__ import annotations
 
