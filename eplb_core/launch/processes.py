@@ -73,8 +73,7 @@ class Processes:
     ) -> None:
         self._context: Any = mp.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOAD)
-        with _interrupts_held_back():
-            forkserver.ensure_running()  # it imports torch while this process does
+        forkserver.ensure_running()  # it imports torch while this process does
         dist: Any = import_module("torch.distributed")
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._processes: list[Any] = []
@@ -201,7 +200,7 @@ def _read(pipe: Any) -> bytes:
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Let Ctrl-C neither stop a start half-way nor reach a process that has not left the terminal yet."""
+    """Hold Ctrl-C back until every process is started and known, so that each can be ended."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
-import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -129,7 +128,7 @@ def run(job: Job, rank: int, pipe: Connection, stderr: Connection | None) -> Non
     stderr : Connection or None
         Pipe for everything that is written to stderr; what is written to stdout is dropped then. None leaves both.
     """
-    _leave_the_terminal()
+    os.setsid()  # Ctrl-C is for the launcher, which ends its ranks itself
     threading.Thread(target=_end_with_launcher, name="eplb-lifeline", daemon=True).start()
     if stderr is not None:
         _redirect_output(stderr)
@@ -154,12 +153,6 @@ def _work(job: Job, rank: int, pipe: Connection) -> int:
             send_message(pipe.fileno(), ("failed", RankFailure.of(rank, error)))
         return 1
     return 0
-
-
-def _leave_the_terminal() -> None:
-    """Take Ctrl-C away from this process: it is for the launcher, which ends its ranks itself."""
-    os.setsid()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher blocks it while a process starts
 
 
 def _end_with_launcher() -> None:
