@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from eplb_core.communicator import Communicator as Communicator
     from eplb_core.config import EPLBConfig as EPLBConfig
     from eplb_core.control.plane import ControlPlane as ControlPlane
-    from eplb_core.discovery.discover import Catalog as Catalog
+    from eplb_core.discovery.catalog import Catalog as Catalog
     from eplb_core.discovery.discover import discover as discover
     from eplb_core.discovery.select import Choice as Choice
     from eplb_core.discovery.select import select as select
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "API_VERSION": "backend",
     "BackendInfo": "backend",
-    "Catalog": "discovery.discover",
+    "Catalog": "discovery.catalog",
     "Choice": "discovery.select",
     "Communicator": "communicator",
     "ControlPlane": "control.plane",

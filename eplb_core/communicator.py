@@ -1,4 +1,4 @@
-"""The communicator: what a host engine embeds. It chooses a backend, registers the weights, and rearranges them."""
+"""The communicator, which a host engine embeds: it chooses a backend, registers the weights, and rearranges them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Communicator:
     Parameters
     ----------
     config : EPLBConfig
-        Which backend, limits, staging.
+        Backend, limits, staging.
     weights : sequence of sequence of torch.Tensor
         ``[num_moe_layers][num_tensors]``, first axis the local physical expert; see
         `eplb_core.weights.layout.build_layout`. Their memory is held until `close`.
     control : ControlPlane
-        This rank, and the store.
+        The store, and the number of this rank.
     device_group : torch.distributed.ProcessGroup or None
         The host's group of the weights' device, for backends that use one.
     stream : torch.Stream or None
@@ -60,7 +60,7 @@ class Communicator:
     Raises
     ------
     ConfigError, DiscoveryError, MetadataError
-        Nothing fits; the other ranks learn the reason when they connect.
+        The arguments do not fit; the other ranks get the reason when the members meet.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Communicator:
 
     @property
     def epoch(self) -> int:
-        """Rises at connect and rebuild; 0 before the first."""
+        """Number of the epoch; it rises with every meeting, and is 0 before the first."""
         return self._state.epoch
 
     @property
@@ -112,7 +112,7 @@ class Communicator:
 
     @property
     def report(self) -> RearrangeReport:
-        """What holds now, and what the last rearrangement did."""
+        """The placement that holds now, and what the last rearrangement did."""
         return self._state.report()
 
     @property
@@ -122,7 +122,7 @@ class Communicator:
 
     @property
     def usable(self) -> bool:
-        """May it be used: neither poisoned nor closed?"""
+        """Is the communicator usable: neither poisoned nor closed?"""
         return not (self._state.closed or self._state.poisoned)
 
     # --- rearranging -------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Communicator:
         MetadataError
             The members do not fit together.
         TransferError
-            One did not come, or could not be reached.
+            A member did not come, or could not be reached.
         """
         limit_s = float(self.config.timeout_s) if timeout_s is None else timeout_s
         with self._state.calling():
@@ -153,7 +153,7 @@ class Communicator:
         ----------
         old_map, new_map : array-like of int, [num_moe_layers, num_physical_experts]
             Logical expert of every physical slot; -1 is an empty slot. Equal on all ranks. Once a first rearrangement
-            was agreed, `old_map` must be what `report` says.
+            was agreed, `old_map` must equal ``report.physical_to_logical_map``.
 
         Returns
         -------
@@ -164,13 +164,13 @@ class Communicator:
         PlanError, MetadataError
             Before a byte moves, on every rank.
         TransferError
-            A layer was aborted on every rank; ``.report`` says what holds.
+            A layer was aborted on every rank; ``.report`` holds the placement.
         """
         self.begin(old_map, new_map).run()
         return self._state.report()
 
     def begin(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Rearrangement:
-        """Agree on a rearrangement, to be done layer by layer; collective.
+        """Agree on a rearrangement that the host then runs layer by layer; collective.
 
         Parameters
         ----------
@@ -191,17 +191,17 @@ class Communicator:
             return begin(self._lives, self._state, old_map, new_map)
 
     def reloaded(self, physical_to_logical_map: npt.ArrayLike) -> None:
-        """The host rewrote the weights of this rank: this is what all rows hold now. Local; compared at the next begin.
+        """Declare what all rows hold after the host rewrote the weights. Local; compared at the next begin.
 
         Parameters
         ----------
         physical_to_logical_map : array-like of int, [num_moe_layers, num_physical_experts]
-            Of all ranks, as in `rearrange`.
+            Placement of all ranks, as in `rearrange`.
 
         Raises
         ------
         PlanError
-            It has another shape (EPLB-P001), or a rearrangement is open (EPLB-P004).
+            The map has another shape (EPLB-P001), or a rearrangement is open (EPLB-P004).
         """
         with self._state.calling():
             state = self._state
@@ -222,9 +222,9 @@ class Communicator:
     ) -> RearrangeReport:
         """Make the communicator usable again after a failure; collective over the ranks named.
 
-        The members meet anew; layers in doubt are settled, so that all know the same placement; then a new epoch begins
-        with new connections. Ranks may call it at different times and unequally often: they meet at the first attempts
-        that overlap.
+        The members meet again and settle layers in doubt, so that all know the same placement; a new epoch begins with
+        new connections. Ranks may call it at different times and unequally often: they meet at the first attempts that
+        overlap.
 
         Parameters
         ----------
@@ -238,7 +238,7 @@ class Communicator:
         device_group : ProcessGroup or None
             A new one, for backends that use one.
         landing : sequence of sequence of torch.Tensor or None
-            New landing rows of the host's, needed when it gave some and they are quarantined.
+            New landing rows of the host, needed if those it gave are quarantined.
 
         Returns
         -------
@@ -264,8 +264,8 @@ class Communicator:
     def close(self, force: bool = False) -> None:
         """Release everything. Without `force`, the rank that hosts the store stays until all have said goodbye.
 
-        Layers that were decided and are not committed yet are committed first, for the other ranks commit them. A call
-        of another thread that is inside gives up, as if this rank had failed, and is waited for.
+        Decided layers are committed first, as the other ranks commit them. A call of another thread gives up as if this
+        rank had failed, and `close` waits for it.
 
         Parameters
         ----------
@@ -275,10 +275,10 @@ class Communicator:
         Raises
         ------
         CommitError
-            Such a commit failed; everything is released all the same.
+            The commit of a decided layer failed; everything was released nevertheless.
         PlanError
-            Another thread does not come out of a call in time, or this one is inside (a signal handler): EPLB-P004.
-            Nothing was released.
+            A call of another thread did not return in time, or this thread is inside one (a signal handler):
+            EPLB-P004. Nothing was released.
         """
         if not (self._state.closed or self._state.forked):
             self._lives.end(force=force)

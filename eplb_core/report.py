@@ -54,9 +54,9 @@ class RearrangeReport:
     seconds_by_phase : Mapping[str, float]
         Seconds of this rank's thread in "agree", "connect", "transfer", "wait", "vote" and "commit".
     backend : str
-        Which moved them.
+        Backend that moved them.
     epoch, generation : int
-        Which rearrangement it was.
+        Numbers of the rearrangement.
     quarantined_nbytes : int
         Landing memory that an undrained transfer may still write, kept out of use for the life of the process.
     decided_layers : tuple of int

@@ -14,7 +14,7 @@ import torch
 
 import eplb_core as eplb
 from eplb_core.backend import API_VERSION, StagingInfo
-from eplb_core.discovery.discover import Catalog
+from eplb_core.discovery.catalog import Catalog
 from eplb_core.discovery.select_staging import build_allocator, why_unfit
 from eplb_core.errors import ConfigError, EplbError, TransferError
 from eplb_core.memory.landing import LandingMemory

@@ -128,13 +128,13 @@ def test_the_device_type_decides_what_is_usable(site):
 def test_an_impossible_device_type_is_refused(site):
     result = site.run("--device", "gpu 0")
     assert result.returncode == 2
-    assert "'gpu 0' is no device type" in result.stderr
+    assert "'gpu 0' is not a device type" in result.stderr
 
 
 def test_a_device_type_that_torch_does_not_know_is_refused(site):
     result = site.run("--device", "xyz")
     assert result.returncode == 2
-    assert "'xyz' is no device type that torch knows" in folded(result.stderr)
+    assert "'xyz' is not a device type that torch knows" in folded(result.stderr)
 
 
 def test_nothing_is_usable_on_a_device_that_torch_does_not_see(site):

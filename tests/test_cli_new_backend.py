@@ -76,7 +76,7 @@ def test_it_passes_the_linter_that_this_project_uses(tmp_path):
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConfigError, match="is there already and is no empty folder") as caught:
+    with pytest.raises(ConfigError, match="is there already and is not an empty folder") as caught:
         new_backend("mine", tmp_path)
     assert caught.value.code == "EPLB-C013"
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
@@ -84,14 +84,14 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "9lives", "a b", "../up", "two--dashes", "x-"])
 def test_a_name_that_no_package_can_have_is_refused(tmp_path, name):
-    with pytest.raises(ConfigError, match="is no name for a new backend: it must start with a letter and go on with"):
+    with pytest.raises(ConfigError, match="is not a name for a new backend: it must start with a letter and go on"):
         new_backend(name, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["core", "gloo", "NCCL", "cupy", "pynccl", "nixl", "vmread"])
 def test_a_name_whose_distribution_is_the_projects_own_is_refused(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(scaffold, "discover", eplb_core.discovery.discover.Catalog)
+    monkeypatch.setattr(scaffold, "discover", eplb_core.discovery.catalog.Catalog)
     with pytest.raises(ConfigError, match=f"eplb-{name.lower()} is one of eplb-core's own distributions") as caught:
         new_backend(name, tmp_path / "out")
     assert caught.value.code == "EPLB-C013"

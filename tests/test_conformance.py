@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 import eplb_core as eplb
-from eplb_core.discovery.rules import why_not
+from eplb_core.discovery.usable import why_not
 from eplb_core.testing.conformance import BackendConformance, kit_tests
 
 pytestmark = pytest.mark.slow

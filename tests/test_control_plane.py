@@ -60,11 +60,11 @@ def refusals(world_size: int, attempts: list[dict[int, dict[str, object]]]) -> l
 # --- what one rank was given ------------------------------------------------------------------------------------------
 
 WRONG = [
-    ({"host": NOT_OURS}, f"host='{NOT_OURS}' is no address of this machine"),
+    ({"host": NOT_OURS}, f"host='{NOT_OURS}' is not an address of this machine"),
     ({"host": "no host"}, "host='no host' cannot be resolved: "),
-    ({"host": "0.0.0.0"}, "host='0.0.0.0' is no single address at which the other ranks reach this one"),
-    ({"host": ""}, "host='' is no address, nor the name of one"),
-    ({"host": "x" * 300}, f"host='{'x' * 80}' is no address, nor the name of one"),
+    ({"host": "0.0.0.0"}, "host='0.0.0.0' is not a single address at which the other ranks reach this one"),
+    ({"host": ""}, "host='' is not an address, nor the name of one"),
+    ({"host": "x" * 300}, f"host='{'x' * 80}' is not an address, nor the name of one"),
     ({"host": 5}, "host= should be a str, got int"),
     ({"ports": 5000}, "ports=5000 should be the lowest and the highest port allowed, between 1 and 65535"),
     ({"ports": (6000, 5000)}, "ports=(6000, 5000) should be the lowest and the highest port"),
@@ -81,7 +81,7 @@ def test_what_is_wrong_on_one_rank_is_told_on_all_at_once(where) -> None:
 
 def test_every_rank_that_is_wrong_is_named() -> None:
     (text,) = refusals(3, [{0: {"host": NOT_OURS}, 2: {"host": "0.0.0.0"}}])
-    assert f"rank 0: host='{NOT_OURS}' is no address of this machine; rank 2: host='0.0.0.0' is no" in text
+    assert f"rank 0: host='{NOT_OURS}' is not an address of this machine; rank 2: host='0.0.0.0' is no" in text
 
 
 def with_its_ports_in_use(rank: Rank):
@@ -98,7 +98,7 @@ def test_ports_that_are_in_use_are_told_on_all_ranks() -> None:
 
 
 def test_a_host_of_another_machine_is_refused_where_the_store_is_the_engines_own() -> None:
-    with pytest.raises(ConfigError, match=f"host='{NOT_OURS}' is no address of this machine") as caught:
+    with pytest.raises(ConfigError, match=f"host='{NOT_OURS}' is not an address of this machine") as caught:
         eplb.ControlPlane.from_store(dist.HashStore(), rank=0, world_size=1, host=NOT_OURS)
     assert caught.value.code == "EPLB-C009"
 

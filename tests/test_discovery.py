@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from eplb_core.backend import BackendInfo
-from eplb_core.discovery.discover import discover, load_target
+from eplb_core.discovery.discover import discover
+from eplb_core.discovery.load import load_target
 from eplb_core.errors import DiscoveryError
 
 SITES = Path(__file__).parent / "data" / "sites"

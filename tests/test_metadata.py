@@ -25,7 +25,7 @@ from eplb_core.control.hosts import node_ids, read_boot_id
 from eplb_core.errors import MetadataError, PlanError
 from eplb_core.plan.maps import map_digest
 from eplb_core.weights.layout import LayoutRecord, build_layout
-from eplb_core.weights.rows import TensorRecord
+from eplb_core.weights.tensor import TensorRecord
 from eplb_core.wire.compare import difference
 from eplb_core.wire.envelope import OVERHEAD_NBYTES, MessageScope
 from eplb_core.wire.record import MAX_PAYLOAD_NBYTES, MAX_RECORD_NBYTES, RankRecord

@@ -113,6 +113,6 @@ def test_a_ring_listens_within_the_ports_allowed_while_it_connects() -> None:
 
 
 def test_a_ring_at_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(ConfigError, match=f"host='{NOT_OURS}' is no address of this machine") as caught:
+    with pytest.raises(ConfigError, match=f"host='{NOT_OURS}' is not an address of this machine") as caught:
         ring(0, host=NOT_OURS)
     assert caught.value.code == "EPLB-C009"

@@ -11,9 +11,9 @@ import torch
 
 from eplb_core import API_VERSION, BackendInfo, Communicator, ControlPlane, EPLBConfig
 from eplb_core.backend import PolicyInfo, StagingInfo
-from eplb_core.discovery.discover import Catalog, Failure, Origin
-from eplb_core.discovery.rules import why_not, why_unavailable
+from eplb_core.discovery.catalog import Catalog, Failure, Origin
 from eplb_core.discovery.select import resolve, select
+from eplb_core.discovery.usable import why_not, why_unavailable
 from eplb_core.errors import ConfigError, DiscoveryError
 
 NCCL = "NCCL multi-stream conflicts"

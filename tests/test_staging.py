@@ -117,7 +117,7 @@ def test_memory_that_cannot_be_had_is_a_typed_error_with_the_size_and_what_is_he
     staging = TorchStaging(CPU)
     kept = staging.allocate(100, CPU)
     text = refusal(staging.allocate, 1 << 60, CPU)
-    assert f"{1 << 60} bytes on cpu could not be had beside 100 in use and 0 waiting" in text
+    assert f"{1 << 60} bytes on cpu could not be allocated beside 100 in use and 0 waiting" in text
     assert staging.stats() == StagingStats(100, 100, 0)
     staging.release(kept)
 
@@ -210,7 +210,7 @@ def test_a_block_of_another_allocator_is_refused():
 def test_an_event_that_cannot_be_asked_is_refused_and_the_block_stays_in_use():
     staging = TorchStaging(CPU)
     block = staging.allocate(8, CPU)
-    assert "a int is no event" in refusal(staging.release, block, 3)
+    assert "a int is not an event" in refusal(staging.release, block, 3)
     assert staging.stats() == StagingStats(8, 8, 0)
     staging.release(block)
 

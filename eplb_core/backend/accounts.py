@@ -1,4 +1,4 @@
-"""Leases on staging memory: which blocks are out, which wait for a device event, and how many bytes that makes."""
+"""Accounts of staging memory: blocks handed out, released blocks that wait for a device event, and their bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Event(Protocol):
 
 @dataclass(eq=False)
 class _Lease:
-    """Owner of a block: what marks it as handed out by one allocator, and once."""
+    """Owner of a block; it shows that one allocator handed the block out, once."""
 
     leases: BlockAccounts
     nbytes: int
@@ -30,7 +30,7 @@ class _Lease:
 
 @dataclass(frozen=True, eq=False)
 class _Guarded:
-    """Memory that was released, and the event before which nobody may reuse it."""
+    """Released memory, and the event before which it must not be reused."""
 
     memory: object
     nbytes: int
@@ -43,7 +43,7 @@ _orphans_lock = threading.Lock()
 
 
 class BlockAccounts:
-    """The books of one allocator. Memory is kept by reference: what is let go of here, its own pool takes back.
+    """The accounts of one allocator. Memory is kept by reference, and goes back to its pool when that is dropped.
 
     Any thread may call any method.
     """
@@ -64,7 +64,7 @@ class BlockAccounts:
         data : torch.Tensor
             uint8 ``[nbytes]``; keeps its memory alive.
         nbytes_taken : int or None
-            What the allocator's pool gave for it, rounding included; None is `nbytes`.
+            Bytes that the allocator's pool took for it, rounding included; None means `nbytes`.
 
         Returns
         -------
@@ -79,12 +79,12 @@ class BlockAccounts:
         return StagingBlock(data, _Lease(self, nbytes, rounding))
 
     def take_back(self, block: StagingBlock, event: object | None = None) -> None:
-        """Take a block back and let go of its memory as soon as `event` has completed.
+        """Take a block back, and drop its memory as soon as `event` has completed.
 
         Parameters
         ----------
         block : StagingBlock
-            Of `grant`, not taken back before.
+            A block that `grant` returned and that was not taken back before.
         event : object or None
             A recorded device event: anything whose ``query()`` says whether it has completed.
 
@@ -97,7 +97,7 @@ class BlockAccounts:
         if not isinstance(lease, _Lease) or lease.leases is not self:
             raise TransferError("EPLB-T010", problem="a block was released that this allocator did not hand out")
         if event is not None and not isinstance(event, _Event):
-            raise TransferError("EPLB-T010", problem=f"a {type(event).__name__} is no event: it has no query()")
+            raise TransferError("EPLB-T010", problem=f"a {type(event).__name__} is not an event: it has no query()")
         with self._lock:
             if lease.released:
                 raise TransferError("EPLB-T010", problem=f"a block of {len(block.data)} bytes was released twice")
@@ -106,18 +106,18 @@ class BlockAccounts:
             self._nbytes_rounding -= lease.nbytes_rounding
             if event is not None:
                 self._guarded.append(_Guarded(block.data, lease.nbytes, event))
-        with suppress(RuntimeError):  # a failed device: the block is kept, and whoever allocates or counts next hears
+        with suppress(RuntimeError):  # a failed device: the block is kept, and the next allocation or count raises
             self.let_go()
 
     def let_go(self) -> None:
-        """Let go of memory whose event has completed; what a failed device raises is passed on, and nothing let go."""
+        """Drop memory whose event has completed; if a failed device raises, nothing is dropped."""
         with self._lock:
             self._guarded[:] = [each for each in self._guarded if not each.event.query()]
         with _orphans_lock:
             _orphans[:] = [each for each in _orphans if not _is_over(each.event)]
 
     def stats(self, nbytes_cached: int = 0) -> StagingStats:
-        """Return the byte counts; `nbytes_cached` is what the allocator's pool holds beside what waits for an event."""
+        """Return the byte counts; `nbytes_cached` are those in the allocator's pool that wait for no event."""
         self.let_go()
         with self._lock:
             return StagingStats(
@@ -136,5 +136,5 @@ def _adopt(guarded: list[_Guarded]) -> None:
 def _is_over(event: _Event) -> bool:
     try:
         return event.query()
-    except RuntimeError:  # the device failed: nobody can tell any more
+    except RuntimeError:  # the device failed: whether it completed is unknown
         return False

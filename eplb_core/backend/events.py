@@ -1,4 +1,4 @@
-"""What observers are told."""
+"""Events for observers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Event:
-    """What observers are told through ``observe``.
+    """An event that observers get through ``observe``.
 
     Parameters
     ----------
     kind : {"agree", "vote", "tally", "commit", "abort"}
-        What happens on this rank: a ballot is about to be cast (agree, vote), this rank read all ballots of a layer and
-        is about to decide (tally), a layer was committed, a generation was aborted.
+        A ballot is about to be cast (agree, vote); this rank has read all ballots of a layer and is about to decide
+        (tally); a layer was committed; a rearrangement was aborted.
     name : str
-        Communicator.
+        Name of the communicator.
     epoch, generation : int
-        Which rearrangement.
+        Numbers of the rearrangement.
     layer : int or None
-        Which layer; None for agree and for an abort outside a layer.
+        Index of the layer; None for agree and for an abort outside a layer.
     ok : bool
-        Of a ballot: what is voted. True for commit, False for abort.
+        The vote of a ballot: True for commit, False for abort.
     reason : str
-        Why not.
+        Reason of an abort.
     evidence : mapping of str to mapping of int to bytes
-        For tally: what observers attached to their ballots, by observer name, then by rank.
+        For tally: evidence that observers attached to ballots, by observer name, then by rank.
     """
 
     kind: Literal["agree", "vote", "tally", "commit", "abort"]

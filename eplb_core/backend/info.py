@@ -1,4 +1,4 @@
-"""What a plugin declares of its backends, staging allocators and policies; read without importing any of them."""
+"""Declarations of a plugin's backends, staging allocators and policies; read without importing any of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ API_VERSION = 1
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """What a plugin says of its backend; read without importing the backend.
+    """Declaration of a backend; read without importing the backend.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class BackendInfo:
     async_safe : bool or None
         May transfers run from a worker thread beside the model's own kernels? None is undeclared, treated as unsafe.
     async_reason : str
-        Why not, as it stands in the error ("NCCL multi-stream conflicts").
+        Reason why not, as the error shows it ("NCCL multi-stream conflicts").
     label : str
         Leading word of its errors; the name when empty.
     device_types : tuple of str
@@ -45,13 +45,14 @@ class BackendInfo:
     batched : bool
         Does it need moves cut into batches of at most ``max_ops_per_batch`` operations?
     auto_priority : int or None
-        The automatic choice takes the highest; None is taken only when named.
+        The automatic choice takes the highest; with None the backend is taken only when named.
     requires : tuple of str
         Importable modules without which it is not usable.
     install_hint : str
-        What to type when it is not usable.
+        Command that makes it usable.
     available : callable
-        Import-light (find_spec, dlopen): None when usable on this machine, else why not. All that ``select`` asks.
+        Import-light (find_spec, dlopen); returns None when usable on this machine, else why not. ``select`` calls no
+        other code.
     """
 
     name: str
@@ -74,7 +75,7 @@ class BackendInfo:
 
 @dataclass(frozen=True)
 class StagingInfo:
-    """What a plugin says of a staging allocator.
+    """Declaration of a staging allocator.
 
     Parameters
     ----------
@@ -89,8 +90,8 @@ class StagingInfo:
     device_types : tuple of str
         Device types its memory can stage for; ``("*",)`` is any.
     memory : {"host", "device", "any"}
-        Where its memory lies: on the host, on the weights' device, or on either, as asked for. Naming one for a backend
-        that stages in the other is a `ConfigError`.
+        Kind of its memory: on the host, on the weights' device, or on either, as requested. Naming an allocator of one
+        kind for a backend that stages in the other is a `ConfigError`.
     requires : tuple of str
         See `BackendInfo`.
     install_hint : str
@@ -112,7 +113,7 @@ class StagingInfo:
 
 @dataclass(frozen=True)
 class PolicyInfo:
-    """What a plugin says of a placement policy.
+    """Declaration of a placement policy.
 
     Parameters
     ----------

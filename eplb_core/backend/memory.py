@@ -20,7 +20,7 @@ class StagingBlock:
     data : torch.Tensor
         uint8 [nbytes], contiguous.
     owner : object
-        What keeps the memory alive, of the allocator's own choosing.
+        Object of the allocator that keeps the memory alive.
     """
 
     data: torch.Tensor
@@ -32,10 +32,10 @@ class StagingAllocator(Protocol):
     """Owns memory for landing and send buffers; the core and the backends own the leases.
 
     An allocator is built as ``Target(device)`` with the `torch.device` of the weights, one for each communicator, and
-    used from several threads. The core's leases are the landing slots, a backend's its send slots: blocks are asked for
-    when a communicator is built or rebuilt and given back when it is closed, never in between, so whatever the world
-    size at most ``2 * staging_layers`` are out at a time. `eplb_core.backend.accounts.BlockAccounts` keeps the books
-    that `release` and `stats` need.
+    used from several threads. The core's leases are the landing slots, a backend's its send slots: blocks are
+    requested when a communicator is built or rebuilt and given back when it is closed, never in between, so at most
+    ``2 * staging_layers`` are out at a time, whatever the world size. `eplb_core.backend.accounts.BlockAccounts` keeps
+    the accounts that `release` and `stats` need.
 
     A class may also have a classmethod ``probe(device) -> Mapping[str, str]``: import the library, try it for weights
     on that device, and return facts to show, or raise with the remedy. The core calls it before it builds one;
@@ -60,7 +60,7 @@ class StagingAllocator(Protocol):
         Raises
         ------
         TransferError
-            EPLB-T010: memory that it does not have, or none left.
+            EPLB-T010: it has no such memory, or none left.
         """
         ...
 
@@ -73,12 +73,12 @@ class StagingAllocator(Protocol):
             One of this allocator's, once.
         event : object or None
             A recorded device event: anything whose ``query()`` says whether what reads or writes the block has
-            completed. The memory is not handed out again, nor given back to anybody, before that.
+            completed. The memory is neither reused nor freed before that.
 
         Raises
         ------
         TransferError
-            EPLB-T010: not a block that is out.
+            EPLB-T010: the block is not handed out.
         """
         ...
 
@@ -89,7 +89,7 @@ class StagingAllocator(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Buffers:
-    """What ``register_buffers`` is given: live rows to read from and landing memory to write into.
+    """Argument of ``register_buffers``: live rows to read from and landing memory to write into.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class Buffers:
         ``[staging_layers][num_tensors]``, each uint8 ``[num_local_physical_experts, nbytes_per_expert]``: the host's
         own landing memory, where it gave some ("rows" layout only); `landing` is then empty.
     send_nbytes : int
-        Most bytes that the distinct rows of one layer take: the size of a send staging slot, where one is needed.
+        Most bytes that the distinct rows of a layer take: the size of a send staging slot, if one is needed.
     """
 
     rows: list[list[torch.Tensor]]

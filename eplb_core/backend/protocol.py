@@ -1,4 +1,4 @@
-"""The class a backend author writes, and what it is built with."""
+"""The class that a backend author writes, and the context it is built with."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from eplb_core.backend.transfer import ConnectReceipt, LocalMetadata, PeerMetada
 
 @dataclass(frozen=True)
 class Cancelled:
-    """Why a backend's loop should give up: a text for people, and facts to decide by.
+    """Why a backend's loop should give up: a text for people, and facts for decisions.
 
     Parameters
     ----------
     reason : str
-        For people; goes into the error that the loop raises, never into a decision.
+        Text for people; it goes into the error that the loop raises. Never decide by it.
     peer_lost : bool
         A member is gone for good, known from the ring or from the decision.
     store_lost : bool
@@ -38,7 +38,7 @@ class Cancelled:
 
 @dataclass(frozen=True, eq=False)
 class BackendContext:
-    """What a backend is built with, besides its options.
+    """The context of a backend: everything it is built with besides its options.
 
     Parameters
     ----------
@@ -49,13 +49,12 @@ class BackendContext:
     members : tuple of int
         Ranks that take part, ascending.
     epoch : int
-        Rises at connect, rebuild and rebind; generations rise within one. 0 until the members have met: it is there
-        from the first ``exchange_metadata`` on.
+        Number of the epoch; it rises with every meeting. 0 until the members have met, so it is known from the first
+        ``exchange_metadata`` on.
     name : str
         Name of the communicator.
     store : torch.distributed.Store
-        A client of the backend's own, in a namespace of its own, which no other life of any member uses. None until the
-        members have met, as `epoch` is 0.
+        A store client for the backend alone, in a namespace that no other epoch uses. None until the members have met.
     device : torch.device
         Where the weights live.
     stream : object or None
@@ -63,7 +62,7 @@ class BackendContext:
     device_group : torch.distributed.ProcessGroup or None
         The host's group of the weights' device, for backends that use one.
     staging : StagingAllocator
-        For send staging; landing memory is the core's.
+        Allocator for send staging; the core allocates landing memory.
     staging_layers : int
         Landing slots, 1 or 2.
     timeout_s : float
@@ -74,7 +73,7 @@ class BackendContext:
         ``cancelled() -> Cancelled | None``: a rate-limited look at the decision key and at liveness. Every loop of a
         backend consults it.
     max_ops_per_batch : int
-        For backends that declare ``batched``.
+        Most sends and receives per rank and batch, for backends that declare ``batched``.
     """
 
     rank: int
@@ -94,7 +93,7 @@ class BackendContext:
     max_ops_per_batch: int
 
     def begin(self, epoch: int, store: Any) -> None:
-        """Fill in what the members' meeting has settled; the core's own, before the first ``exchange_metadata``."""
+        """Set what the meeting has settled; the core calls it before the first ``exchange_metadata``."""
         object.__setattr__(self, "epoch", epoch)
         object.__setattr__(self, "store", store)
 
@@ -102,7 +101,7 @@ class BackendContext:
 class Backend(Protocol):
     """A backend's class: built as ``Target(options, context)``; the four hooks carry ``@hookimpl``.
 
-    Class attributes say what the core must know before it builds one:
+    Class attributes declare what the core must know before it builds one:
 
     * ``landing_layout``: ``"rows"``, a grid of (tensor base + destination row x nbytes), or ``"packed_by_peer"``,
       cumulative per source, each message 64-byte aligned.
@@ -125,7 +124,7 @@ class Backend(Protocol):
 
     @property
     def shared_options(self) -> Mapping[str, str | int | float | bool]:
-        """Options that must be equal on all ranks; part of what is compared at connect."""
+        """Options that must be equal on all ranks; compared when the members meet."""
         ...
 
     def register_buffers(self, buffers: Buffers) -> LocalMetadata: ...
@@ -137,7 +136,7 @@ class Backend(Protocol):
     def wait(self, handle: object, timeout_s: float) -> TransferReceipt: ...
 
     def progress(self) -> None:
-        """Move things on, cheaply, without blocking; called between the core's polls."""
+        """Advance transfers cheaply, without blocking; called between the core's polls."""
         ...
 
     def abort(self, handle: object, reason: str) -> bool:
@@ -145,11 +144,11 @@ class Backend(Protocol):
         ...
 
     def connected(self) -> bool:
-        """Are the connections that `exchange_metadata` began usable? `progress` is pumped until they are."""
+        """Are the connections that `exchange_metadata` began usable? `progress` is called until they are."""
         ...
 
     def close(self, force: bool = False) -> bool | None:
-        """Release everything; with `force` without waiting for anyone, within a second.
+        """Release everything; with `force` without waiting for any rank, within a second.
 
         Returns
         -------

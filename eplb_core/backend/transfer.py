@@ -1,4 +1,4 @@
-"""What passes through the hooks: metadata, receipts, and one layer's moves as columns."""
+"""Arguments and results of the hooks: metadata, receipts, and one layer's moves as columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # discovery reads descriptors; it must not pay for numpy
 
 @dataclass(frozen=True)
 class LocalMetadata:
-    """What ``register_buffers`` returns.
+    """Result of ``register_buffers``.
 
     Parameters
     ----------
@@ -40,19 +40,19 @@ class PeerMetadata:
 
 @dataclass(frozen=True)
 class ConnectReceipt:
-    """What ``exchange_metadata`` returns: the peers that this call made reachable."""
+    """Result of ``exchange_metadata``: the peers that this call made reachable."""
 
     peers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class TransferReceipt:
-    """What ``wait`` returns.
+    """Result of ``wait``.
 
     Parameters
     ----------
     nbytes_received, nbytes_sent : int
-        Bytes that this rank's rows of the layer took.
+        Bytes of this rank's rows of the layer.
     """
 
     nbytes_received: int
@@ -101,15 +101,15 @@ class MoveColumns:
 
 @dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """One layer's moves for one rank: what ``transfer`` is given.
+    """Argument of ``transfer``: one layer's moves for one rank.
 
     Parameters
     ----------
     generation : int
         Number of the rearrangement, rising within an epoch.
     sequence : int
-        Tells the transfers of an epoch apart and rises with them; follows from generation and layer, so it is the same
-        on every rank, whatever each has started before.
+        Identifies a transfer within the epoch, and rises. It follows from generation and layer, so it is equal on every
+        rank, whatever each has started before.
     layer : int
         Index of the MoE layer.
     slot : int

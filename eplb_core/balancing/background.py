@@ -42,7 +42,7 @@ class BackgroundRearrangement:
     book : PromiseBook
         Shared with the engine.
     handover : Handover
-        Likewise.
+        Shared with the engine: the map, and what is not wanted any more.
     progress : Progress
         Is told what is done.
     """

@@ -38,7 +38,7 @@ class CoreAccess:
     Parameters
     ----------
     communicator : Communicator
-        Connected.
+        The host's; connected before anything here is asked.
     config : EPLBConfig
         The load balancer's.
     """

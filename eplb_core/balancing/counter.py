@@ -27,7 +27,7 @@ class TokenCounter:
     Parameters
     ----------
     num_layers, num_physical_experts : int
-        Of the model: all MoE layers, and the slots of all ranks.
+        All MoE layers of the model, and the slots of all ranks.
 
     Notes
     -----
@@ -53,11 +53,11 @@ class TokenCounter:
         Parameters
         ----------
         layer : int
-            Which MoE layer.
+            Number of the MoE layer.
         counts : numpy.ndarray or torch.Tensor, real [num_physical_experts]
             This rank's tokens for each physical expert of all ranks.
         step : int
-            Of which forward step; the steps of a layer do not decrease.
+            Forward step in which they were counted; the steps of a layer do not decrease.
 
         Raises
         ------

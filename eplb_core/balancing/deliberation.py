@@ -89,7 +89,7 @@ class Deliberation:
     book : PromiseBook
         Shared with the engine.
     layer : int
-        Which layer.
+        Number of the layer that has landed.
     votes : VoteStore
         Its keys, over the worker's connection.
     tally : callable

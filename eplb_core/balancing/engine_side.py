@@ -40,13 +40,13 @@ class EngineSide:
     book : PromiseBook
         Shared with the worker.
     handover : Handover
-        Likewise.
+        Shared with the worker: the map, and what is to be raised.
     progress : Progress
         Is told of waits.
     window : LoadWindow
         This rank's load.
     on_commit : callable or None
-        The host's.
+        What the host wants called after each commit.
 
     Attributes
     ----------

@@ -17,7 +17,7 @@ class EngineStep:
     Parameters
     ----------
     book : PromiseBook
-        Of this rank.
+        Promises and steps of this rank.
     rank : int
         This one.
 

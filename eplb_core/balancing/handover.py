@@ -26,7 +26,7 @@ class UnderWay:
     Parameters
     ----------
     rearrangement : Rearrangement
-        Begun.
+        The core's, agreed on by all ranks.
     new_map : IntArray
         Where it leads.
     votes : dict of int to VoteStore
@@ -44,7 +44,7 @@ class Handover:
     Parameters
     ----------
     book : PromiseBook
-        Of this rank.
+        Lends its lock.
     physical_to_logical_map : IntArray
         What holds; the engine's thread changes it, layer by layer.
     step_interval : int

@@ -16,7 +16,7 @@ class Move(NamedTuple):
         "stage": start its transfer unless that was done, start the next layer's where a landing slot is free, wait for
         the rows, and drive its `LayerVote`.
     layer : int
-        Which layer.
+        Number of the layer.
     """
 
     verb: Literal["await copies", "await slots", "stage"]

@@ -18,13 +18,13 @@ class LayerVote:
     Parameters
     ----------
     book : PromiseBook
-        Of this rank.
+        Promises and steps of this rank.
     layer : int
         Its name in the book.
     rank : int
         This one.
     members : sequence of int
-        Who votes.
+        The ranks that vote, ascending.
     landed : object
         What this rank's landed ballot says.
     """

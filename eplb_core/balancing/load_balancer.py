@@ -56,9 +56,9 @@ class LoadBalancer:
     communicator : Communicator
         Over the weights.
     physical_to_logical_map : array-like of int, [num_moe_layers, num_physical_experts]
-        Which expert every slot holds now; -1 is an empty slot.
+        Logical expert of every slot now; -1 is an empty slot.
     num_logical_experts : int
-        Of a layer; with ``num_redundant_experts`` they make the slots.
+        Logical experts of each layer; with ``num_redundant_experts`` they make the slots.
     on_commit : callable or None
         ``on_commit(layer, old_row, new_row)`` is called after each layer's weights and map have changed, in `step` and
         on its stream, for what a host derives from weights. What it raises leaves `step`.
@@ -137,7 +137,7 @@ class LoadBalancer:
         layer : int
             MoE layer.
         counts : numpy.ndarray or torch.Tensor, real [num_physical_experts]
-            Of all ranks' slots. Counts on a device are added there, on the current stream, and not waited for.
+            Tokens by slot of all ranks. Counts on a device are added there, on the current stream, and not waited for.
 
         Raises
         ------
@@ -248,7 +248,7 @@ class LoadBalancer:
         communicator : Communicator
             Over the same layers.
         physical_to_logical_map : array-like of int, [num_moe_layers, num_physical_experts]
-            Which expert every slot holds now.
+            Logical expert of every slot now.
 
         Raises
         ------

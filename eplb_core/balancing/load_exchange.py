@@ -62,7 +62,7 @@ class LoadExchange:
     client : StoreClient
         In the namespace of the communicator.
     members : Members
-        Who takes part, and what messages are bound to.
+        The ranks that take part, and the epoch that messages are bound to.
     num_layers, num_logical_experts, num_physical_experts : int
         Shapes of loads and maps.
     """

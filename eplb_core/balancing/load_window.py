@@ -50,7 +50,7 @@ class LoadSnapshot:
     step : int
         The window's last.
     num_logical_experts : int
-        Of a layer.
+        Logical experts of each layer.
     segments : tuple
         The window's parts.
     event : torch.Event or None
@@ -113,7 +113,7 @@ class LoadWindow:
     physical_to_logical_map : IntArray, [num_layers, num_physical_experts]
         The placement at the start.
     num_logical_experts : int
-        Of a layer.
+        Logical experts of each layer.
     window_size, step_interval : int
         Forward steps.
 

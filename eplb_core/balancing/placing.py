@@ -32,7 +32,7 @@ class Placing:
     policy : Policy
         Asked on the lowest member.
     num_logical_experts : int
-        Of a layer.
+        Logical experts of each layer.
     num_expert_groups : int
         Groups of consecutive logical experts that the router picks from.
     progress : Progress

@@ -12,14 +12,15 @@ from eplb_core.arrays import IntArray
 from eplb_core.balancing.alignment import align, rows_received
 from eplb_core.balancing.arguments import FloatArray, count_replicas
 from eplb_core.balancing.rank_load import balancedness
-from eplb_core.discovery.discover import discover, load_target
-from eplb_core.discovery.rules import why_unavailable
+from eplb_core.discovery.discover import discover
+from eplb_core.discovery.load import load_target
 from eplb_core.discovery.select import resolve
+from eplb_core.discovery.usable import why_unavailable
 from eplb_core.errors import ConfigError, EplbError, PlanError
 
 if TYPE_CHECKING:
     from eplb_core.config import EPLBConfig
-    from eplb_core.discovery.discover import Catalog
+    from eplb_core.discovery.catalog import Catalog
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class NewPlacement:
     physical_to_logical_map : IntArray
         int64 [num_layers, num_physical_experts]; the old row for layers that stay.
     balancedness_before, balancedness_after : float
-        Of the load, mean over the layers.
+        Mean over maximum of tokens per rank, averaged over the layers.
     num_moved_layers : int
         Layers that get another row.
     num_rows, num_rows_unaligned : int
@@ -163,7 +164,7 @@ def new_placement(policy: Policy, load: FloatArray, old: IntArray, group: Group)
     old : IntArray
         int64 [num_layers, num_physical_experts], what holds.
     group : Group
-        Who takes part.
+        The ranks that take part, and their hosts.
 
     Returns
     -------

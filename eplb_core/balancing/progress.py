@@ -28,7 +28,7 @@ class LoadBalancerStatus:
         configured; "stage": rows are on their way; "vote": landed, and to be decided; "end"; "rebuild": after a
         failure; "failed": nothing is rearranged until `adopt`; "closed".
     layer : int or None
-        Which one, where the phase has one.
+        Number of the layer, where the phase has one.
     since_s : float
         How long it has been in this phase.
     waiting_for : tuple of int
@@ -47,7 +47,7 @@ class LoadBalancerStatus:
     num_failures : int
         Since the start.
     failures_in_a_row : int
-        Of transfers; after two the fallback is taken, where one is configured.
+        Failures of transfers since the last success; after two the fallback is taken, where one is configured.
     num_engine_waits : int
         Times that `step` had to wait at a promise.
     num_engine_settled : int

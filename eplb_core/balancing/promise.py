@@ -48,7 +48,7 @@ class Outcome:
     step : int or None
         S, the forward step at which every rank commits; None is abort.
     by : int
-        Who wrote it.
+        The rank that wrote it.
     error : EplbError or None
         Why it was aborted.
     fatal : bool
@@ -71,7 +71,7 @@ class Operation(NamedTuple):
         by rank, missing ones left out; "put" unless there is a value and return what stands; "book" touches this
         process alone; "pause" lets time pass.
     topic : {"landed", "ready", "promise", "decision", ""}
-        Of which the layer has one, or one per rank.
+        What it is about: the layer has one of each, or one per rank.
     value : object
         For "set" and "put".
     """

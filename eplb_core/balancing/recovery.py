@@ -83,7 +83,7 @@ def rebuild(core: CoreAccess, mine: Told, stopping: Callable[[], bool]) -> Told:
     Parameters
     ----------
     core : CoreAccess
-        Whose epoch failed; nothing of it is still to be committed here.
+        The communicator: its epoch failed, and nothing of it is still to be committed here.
     mine : Told
         What this rank knows.
     stopping : callable

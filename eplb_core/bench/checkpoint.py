@@ -1,4 +1,4 @@
-"""Experts of a checkpoint on disk, found under their usual names and read row by row: a rank reads what it holds."""
+"""Experts of a checkpoint on disk, found by their usual names and read row by row, so a rank reads only its own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _Parts = dict[str, "set[int] | None"]
 
 @dataclass(frozen=True)
 class _Row:
-    """How a tensor's rows are put together: the parts of the checkpoint that lie one after another in a row."""
+    """The tensors of the checkpoint that, one after another, make up one row."""
 
     parts: tuple[str, ...]
     stacked: bool
@@ -80,7 +80,7 @@ class CheckpointExperts:
     Raises
     ------
     BenchError
-        EPLB-B003 when it holds no experts that are known by name, or not all that a layer needs; EPLB-B004 when a file
+        EPLB-B003 when no experts are found by name, or a layer lacks some; EPLB-B004 when a file
         cannot be read; EPLB-B005 when a JSON file is damaged.
     """
 
@@ -198,7 +198,7 @@ def _fusable(gate: str, headers: dict[str, _Header]) -> str | None:
 
 
 def _engine_order(name: str) -> tuple[bool, str, str]:
-    """Sort weights before their scales, and these before what else there is."""
+    """Sort weights before their scales, and these before everything else."""
     projection, _, suffix = name.partition("_")
     return not suffix.startswith("weight"), suffix, projection
 
@@ -266,7 +266,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """Turn what safetensors raises about a file into the typed error."""
+    """Turn an error of safetensors about a file into the typed error."""
     try:
         from safetensors import SafetensorError
     except ImportError as error:

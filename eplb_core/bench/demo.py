@@ -1,4 +1,4 @@
-"""One rank of the demo: it holds experts, moves them for a skewed load, and checks every byte of what it then holds."""
+"""One rank of the demo: it holds experts, moves them for a skewed load, and checks every byte afterwards."""
 
 from __future__ import annotations
 
@@ -6,38 +6,38 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from eplb_core.bench.launch import Connect, Emit
 from eplb_core.bench.load import zipf_load
 from eplb_core.bench.tensors import Verification, allocate, fill, verify
 from eplb_core.bench.workload import IntArray, Workload, WorkloadOptions, build_workload
 from eplb_core.errors import BenchError
+from eplb_core.launch.rank import Rank
 
 if TYPE_CHECKING:
     from eplb_core import Communicator, RearrangeReport
 
-TARGET = "eplb_core.bench.demo:run_launched"
-"""What `eplb_core.bench.launch.launch` is given."""
+Emit = Callable[[str, Mapping[str, Any]], None]
+"""``emit(kind, data)``: how a rank reports; `data` must go into JSON."""
 
 _SHOWN_ROWS = 5
 
 
 @dataclass(frozen=True)
 class DemoJob:
-    """What the user asked for; the same on every rank.
+    """The job that the user asked for; equal on all ranks.
 
     Parameters
     ----------
     workload : WorkloadOptions
-        What is moved.
+        The experts that are moved.
     backend : str or None
-        None is the automatic choice.
+        Name of the backend; None for the automatic choice.
     rounds : int
-        Rearrangements, each for a load of its own.
+        Number of rearrangements, each for another load.
     timeout_s : float
         Limit of every wait, seconds.
     """
@@ -47,29 +47,19 @@ class DemoJob:
     rounds: int = 1
     timeout_s: float = 60.0
 
-    def to_payload(self) -> dict[str, Any]:
-        """Return it as what goes into JSON."""
-        return asdict(self)
 
-    @classmethod
-    def from_payload(cls, payload: Mapping[str, Any]) -> DemoJob:
-        """Return the job of a payload."""
-        return cls(**{**payload, "workload": WorkloadOptions(**payload["workload"])})
-
-
-def run_launched(payload: Mapping[str, Any], rank: int, world_size: int, connect: Connect, emit: Emit) -> None:
-    """Run one rank on the store of its launch."""
-    job = DemoJob.from_payload(payload)
+def run_launched(rank: Rank, job: DemoJob) -> None:
+    """Run one rank on the store of its launch; its notes are (kind, data)."""
     dist: Any = import_module("torch.distributed")
     limit = timedelta(seconds=job.timeout_s)
-    group_store = dist.PrefixStore("demo_group", connect())
-    dist.init_process_group("gloo", store=group_store, rank=rank, world_size=world_size, timeout=limit)
-    run_rank(job, dist.group.WORLD, None, emit)
+    store = rank.store("demo_group")
+    dist.init_process_group("gloo", store=store, rank=rank.rank, world_size=rank.world_size, timeout=limit)
+    run_rank(job, dist.group.WORLD, None, lambda kind, data: rank.tell((kind, dict(data))))
     dist.destroy_process_group()
 
 
 def run_in_environment(job: DemoJob, emit: Emit) -> None:
-    """Run the rank that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment describe, as torchrun's do."""
+    """Run the rank that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, as torchrun sets them."""
     dist: Any = import_module("torch.distributed")
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
     run_rank(job, dist.group.WORLD, _own_address(os.environ["MASTER_ADDR"]), emit)
@@ -128,7 +118,7 @@ def run_rank(job: DemoJob, group: Any, host: str | None, emit: Emit) -> None:
     control = eplb.ControlPlane.from_process_group(group, host=host)
     found = Verification(0, 0, ())
     names = [[spec.name for spec in layer] for layer in workload.source.specs]
-    # For a backend that moves rows over the host's group; one of its own, which it may close without closing `group`.
+    # For a backend that moves rows over the host's group: a separate one, for it may close it.
     device_group = dist.new_group(dist.get_process_group_ranks(group), timedelta(seconds=job.timeout_s), "gloo")
     with eplb.Communicator(config, weights, control, device_group, tensor_names=names, name="demo") as comm:
         comm.connect(job.timeout_s)
@@ -164,7 +154,7 @@ def run_rank(job: DemoJob, group: Any, host: str | None, emit: Emit) -> None:
 
 
 def _next_placement(job: DemoJob, workload: Workload, number: int) -> tuple[IntArray, IntArray]:
-    """Return the load of a round and the placement that the default policy makes of it, the same on every rank."""
+    """Return the load of a round and the default policy's placement for it, equal on all ranks."""
     from eplb_core.balancing import rebalance_experts
 
     load = zipf_load(
@@ -223,7 +213,7 @@ def _slowest(group: Any, seconds: float) -> float:
 
 
 def _own_address(master: str) -> str | None:
-    """Return the address of this host on its way to another; None where that is this host itself."""
+    """Return the address from which this host reaches another; None when that is this host itself."""
     family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing: the kernel looks the route up

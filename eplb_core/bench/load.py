@@ -29,7 +29,7 @@ def zipf_load(
     num_layers, num_experts, top_k : int
         Sizes of the model.
     seed, round_number : int
-        The same on every rank; another load for each pair of them.
+        Seed, equal on all ranks; each pair gives another load.
     num_tokens : int
         Tokens that are routed.
     exponent : float

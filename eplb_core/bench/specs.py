@@ -1,4 +1,4 @@
-"""What a tensor of expert weights looks like from one expert: name, shape, dtype; needs neither torch nor numpy."""
+"""Name, shape and dtype of one expert's part of a tensor; needs neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def dtype_nbytes(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One expert's share of one tensor.
+    """One expert's part of one tensor.
 
     Parameters
     ----------

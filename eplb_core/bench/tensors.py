@@ -1,4 +1,4 @@
-"""Expert tensors whose contents can be checked: what they are, where their rows come from, and whether they arrived."""
+"""Expert tensors whose contents can be checked: allocated, filled from a source, and compared with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class ExpertSource(Protocol):
-    """Where the right bytes of every logical expert can be had, at any time, on any rank."""
+    """Source of the right bytes of every logical expert, at any time, on any rank."""
 
     @property
     def num_experts(self) -> int:
@@ -62,7 +62,7 @@ class GeneratedExperts:
 
 @dataclass(frozen=True)
 class WrongRow:
-    """A row that does not hold the logical expert which the map puts there."""
+    """A row that does not hold the logical expert that the map puts there."""
 
     layer: int
     tensor: str
@@ -76,7 +76,7 @@ class WrongRow:
 
 @dataclass(frozen=True)
 class Verification:
-    """What a check of every row found.
+    """Result of a check of every row.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def verify(
     local_map: IntArray,
     on_layer: Callable[[int], None] | None = None,
 ) -> Verification:
-    """Compare every byte of a rank's rows with what the map says they hold.
+    """Compare every byte of a rank's rows with the experts that the map puts there.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def verify(
     Returns
     -------
     Verification
-        Rows whose map entry is -1 hold nothing that could be wrong and are not counted.
+        Result; empty slots (-1) are not counted.
     """
     num_rows = nbytes = 0
     wrong: list[WrongRow] = []

@@ -1,4 +1,4 @@
-"""What is moved: a model's experts, a published geometry's or a checkpoint's, over a number of ranks."""
+"""The workload of the demo: the experts of a published geometry or of a checkpoint, over a number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from eplb_core.errors import BenchError
 IntArray = npt.NDArray[np.int64]
 
 BUDGET_NBYTES = 5 << 29
-"""Logical experts of all layers together, unless the user says how many layers and which scale."""
+"""Most bytes of the logical experts of all layers, unless the user sets layers and scale."""
 
 _DEFAULT_LAYERS = 8
 _LANDING_LAYERS = 2
@@ -26,7 +26,7 @@ _RANK_NBYTES = 350 << 20  # an interpreter with torch imported, measured
 
 @dataclass(frozen=True)
 class WorkloadOptions:
-    """What a user asked for; the same on every rank, and all of it goes into JSON.
+    """Options that a user gave; equal on all ranks, JSON-able.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class WorkloadOptions:
     num_layers, scale, num_redundant_experts : int or None
         None leaves the choice to `build_workload`.
     seed : int
-        Of contents and load.
+        Seed of the generated contents and of the load.
     """
 
     preset: str = DEFAULT_PRESET
@@ -50,16 +50,16 @@ class WorkloadOptions:
 
 @dataclass(frozen=True)
 class Workload:
-    """Sizes, and where the right bytes come from; the same on every rank.
+    """Sizes, and the source of the right bytes; equal on all ranks.
 
     Parameters
     ----------
     source : ExpertSource
         Contents of the experts.
     title, origin : str
-        What they are, and where their sizes or bytes come from.
+        Name of the model, and where its sizes or bytes come from.
     scale : int
-        By which both widths were divided.
+        Divisor of both widths.
     num_layers, num_layers_found : int
         MoE layers taken, and layers that the model has.
     top_k : int
@@ -67,7 +67,7 @@ class Workload:
     num_redundant_experts : int
         Physical experts beyond one for each logical expert.
     world_size : int
-        Ranks.
+        Number of ranks.
     """
 
     source: ExpertSource
@@ -96,12 +96,12 @@ class Workload:
         return self.num_physical_experts * sum(spec.nbytes for layer in self.source.specs for spec in layer)
 
     def initial_map(self) -> IntArray:
-        """Return the placement that engines start with: experts in order, redundant ones from the first on."""
+        """Return the placement that engines start with: experts in order, then the redundant ones from expert 0 on."""
         slots = np.arange(self.num_physical_experts, dtype=np.int64) % self.source.num_experts
         return np.tile(slots, (self.num_layers, 1))
 
     def describe(self) -> dict[str, Any]:
-        """Return what there is to say about it, for people and programs; goes into JSON."""
+        """Describe it for people and programs; JSON-able."""
         first = self.source.specs[0]
         return {
             "model": self.title,
@@ -120,14 +120,14 @@ class Workload:
 
 
 def build_workload(options: WorkloadOptions, world_size: int) -> Workload:
-    """Check what was asked for and fix all sizes.
+    """Check the options and settle all sizes.
 
     Parameters
     ----------
     options : WorkloadOptions
         As the user gave them.
     world_size : int
-        Ranks.
+        Number of ranks.
 
     Returns
     -------
@@ -167,12 +167,12 @@ def check_memory(workload: Workload) -> None:
     Parameters
     ----------
     workload : Workload
-        With the sizes of all ranks.
+        The workload of all ranks.
 
     Raises
     ------
     BenchError
-        EPLB-B003, saying how much there is and which options make it smaller.
+        EPLB-B003; it names the memory available and options that make the workload smaller.
     """
     available = available_nbytes()
     landing = _LANDING_LAYERS * workload.nbytes // workload.num_layers
@@ -213,7 +213,7 @@ def _of_checkpoint(options: WorkloadOptions, folder: str, world_size: int) -> Wo
 
 
 def _num_redundant(asked: int | None, num_experts: int, world_size: int) -> int:
-    """Return what was asked for, or one a rank and as many more as the slots need to spread evenly over the ranks."""
+    """Return the number asked for, or one per rank and as many more as spread the slots evenly over the ranks."""
     if asked is None:
         return world_size + -num_experts % world_size
     lacking = -(num_experts + asked) % world_size

@@ -19,7 +19,7 @@ from eplb_core.errors import EplbError
 
 
 class _Command(TyperCommand):
-    """A command whose help names arguments in capitals and flags without a type, whatever Typer's release does."""
+    """A command whose help shows arguments in capitals and flags without a type in every release of Typer."""
 
     def get_params(self, ctx: Any) -> Any:
         return _plainly_named(super().get_params(ctx))
@@ -29,7 +29,7 @@ class _Command(TyperCommand):
 
 
 class _Group(TyperGroup):
-    """The same of the options that go before a command."""
+    """The same for options in front of a command."""
 
     def get_params(self, ctx: Any) -> Any:
         return _plainly_named(super().get_params(ctx))

@@ -36,7 +36,7 @@ def backends(
 ) -> None:
     """Show installed backends: where they come from, whether they are usable here, and which would be chosen."""
     if device is not None and not re.fullmatch(r"[a-z][a-z0-9_]*", device):
-        raise typer.BadParameter(f"{device!r} is no device type; say for instance cpu or cuda", param_hint="--device")
+        raise typer.BadParameter(f"{device!r} is not a device type, such as cpu or cuda", param_hint="--device")
     with nothing_else_on_stdout():
         from eplb_core.cli.device import UnknownDeviceTypeError, likely_device_type, why_no_device
         from eplb_core.cli.inventory import take_inventory

@@ -1,4 +1,4 @@
-"""Where the commands write: text of at most 100 columns, with no colour, markup or padding when it is piped."""
+"""Output of the commands: at most 100 columns, without colour, markup or padding when it is piped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stdout() -> Console:
 
 
 def stderr() -> Console:
-    """Return a console for what went wrong."""
+    """Return a console for error messages."""
     return _bounded(Console(stderr=True, markup=False, highlight=False, emoji=False))
 
 
@@ -32,13 +32,13 @@ def write(console: Console, text: str, *, indent: str = "", hanging: str | None 
     Parameters
     ----------
     console : Console
-        Where to.
+        Console to write to.
     text : str
         One paragraph.
     indent, hanging : str
-        What the first line and the following ones start with; the same when `hanging` is None.
+        Prefix of the first line and of the following ones; the same when `hanging` is None.
     style : str
-        Of the whole paragraph.
+        Rich style of the whole paragraph.
     """
     following = indent if hanging is None else hanging
     lines = textwrap.wrap(
@@ -54,7 +54,7 @@ def write_points(console: Console, points: Iterable[str]) -> None:
 
 
 def write_table(console: Console, table: Table) -> None:
-    """Write a table without the blanks that pad its last column."""
+    """Write a table without padding its last column."""
     with console.capture() as capture:
         console.print(table)
     for line in capture.get().splitlines():
@@ -63,7 +63,7 @@ def write_table(console: Console, table: Table) -> None:
 
 @contextmanager
 def nothing_else_on_stdout() -> Iterator[None]:
-    """Send what plugins and libraries print meanwhile, from Python or from C, to stderr."""
+    """Redirect output of plugins and libraries, from Python or from C, to stderr."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -58,7 +58,7 @@ def demo(  # noqa: PLR0913 - one for each option of the command
         str | None, typer.Option(metavar="NAME", show_default="the best usable one", help="Backend to move them with.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rearrangements, each for another load.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the load and of generated contents.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the load and of generated contents.")] = 0,
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Limit of every wait of a rank.")] = 60.0,
     limit: Annotated[
         float, typer.Option(min=1, metavar="SECONDS", help="Ranks still running then are killed.")
@@ -98,16 +98,22 @@ def demo(  # noqa: PLR0913 - one for each option of the command
 def _launch(job: DemoJob, num_ranks: int, limit_s: float, view: DemoView) -> int:
     """Run all ranks as processes of this one; return the exit status."""
     import eplb_core as eplb
-    from eplb_core.bench.demo import TARGET
-    from eplb_core.bench.launch import launch
+    from eplb_core.bench.demo import run_launched
     from eplb_core.bench.workload import build_workload, check_memory
+    from eplb_core.launch.supervise import launch
 
-    # What is wrong with the options is said once, here, and not by every rank.
+    # Errors in the options are raised once, here, and not on every rank.
     check_memory(build_workload(job.workload, num_ranks))
     eplb.select(eplb.EPLBConfig(communicator=job.backend, use_async=False), device_type="cpu")
     try:
         with view.bars:
-            failures = launch(TARGET, job.to_payload(), num_ranks, limit_s=limit_s, on_event=view.on_event)
+            failures = launch(
+                run_launched,
+                job,
+                num_ranks=num_ranks,
+                limit_s=limit_s,
+                on_note=lambda rank, note: view.on_event(rank, *note),
+            )
     except KeyboardInterrupt:
         stderr().print("interrupted; all ranks are ended")
         return _INTERRUPTED
@@ -115,7 +121,7 @@ def _launch(job: DemoJob, num_ranks: int, limit_s: float, view: DemoView) -> int
 
 
 def _take_part(job: DemoJob, view: DemoView) -> int:
-    """Run one rank, which torchrun started; rank 0 shows what happens, the others only what goes wrong."""
+    """Run the rank that torchrun started; rank 0 shows progress and results, the others only errors."""
     from eplb_core.bench.demo import run_in_environment
 
     rank = int(os.environ["RANK"])

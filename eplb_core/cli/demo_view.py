@@ -1,4 +1,4 @@
-"""How the demo is shown: progress while it runs, then what moved, how fast, and whether every byte is right.
+"""Output of the demo: progress while it runs, then what moved, how fast, and whether every byte is right.
 
 With ``--json`` it is one document, stable within a ``schema``; unknown keys may be added, none is dropped::
 
@@ -21,8 +21,8 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from eplb_core.bench.launch import RankFailure
 from eplb_core.cli.console import stderr, stdout, write, write_points
+from eplb_core.launch.failure import RankFailure
 
 SCHEMA = 1
 
@@ -64,7 +64,7 @@ class DemoView:
         self._bar_of: dict[tuple[str, int], Any] = {}
 
     def on_event(self, rank: int, kind: str, data: dict[str, Any]) -> None:
-        """Take in what a rank reports, and show it."""
+        """Show an event that a rank reports."""
         if kind == "workload":
             self._workload = data
             self._show(_workload_lines(data))
@@ -84,7 +84,7 @@ class DemoView:
             self._err.print(f"rank {rank}, round {data['round']}: {data['row']}", soft_wrap=True)
 
     def conclude(self, failures: Sequence[RankFailure]) -> int:
-        """Say how it ended.
+        """Show how the run ended.
 
         Parameters
         ----------
@@ -140,7 +140,7 @@ class DemoView:
 
 
 def _alike(failures: Sequence[RankFailure]) -> dict[tuple[str, str, str], list[int]]:
-    """Group ranks that say the same; a typed error says all there is to say, so its traceback is left out."""
+    """Group ranks with equal failures; the traceback of a typed error is left out."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for failure in failures:
         trace = "" if failure.code else failure.trace
@@ -163,7 +163,7 @@ def _workload_lines(data: Mapping[str, Any]) -> list[str]:
 
 def _round_lines(data: Mapping[str, Any], workload: Mapping[str, Any], *, explained: bool) -> list[str]:
     moved = f"{_size(data['nbytes_moved'])} between ranks and {_size(data['nbytes_local'])} within them"
-    # Of little the rate says how long the calls take, not how fast the bytes move.
+    # For few bytes the rate shows the cost of the calls, not the speed.
     speed = f", {data['gb_per_s']:.2f} GB/s" if data["nbytes_moved"] >= _LEAST_NBYTES_OF_A_RATE else ""
     verdict = f"{data['rows_wrong']} ROWS ARE WRONG" if data["rows_wrong"] else "all right"
     return [

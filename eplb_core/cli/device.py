@@ -1,4 +1,4 @@
-"""Which device types there are and which of them torch sees here; torch is asked in a process of its own."""
+"""Which device types torch sees on this machine; torch is asked in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class UnknownDeviceTypeError(ValueError):
 
 
 def likely_device_type() -> str:
-    """Return "cuda" where a GPU's device file is to be seen, else "cpu"; asking torch would import it."""
+    """Return "cuda" when there is a GPU's device file, else "cpu"; asking torch would import it."""
     return "cuda" if any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")) else "cpu"
 
 
 def why_no_device(device_type: str) -> str | None:
-    """Say why no weights can be on a type of device here, or None.
+    """Return why weights cannot be on a device type here, or None.
 
     Parameters
     ----------
@@ -52,23 +52,23 @@ def why_no_device(device_type: str) -> str | None:
     except subprocess.TimeoutExpired:
         return f"torch did not say within {_LIMIT_S:g} s whether it sees a {device_type} device"
     if done.stdout == _UNKNOWN:
-        raise UnknownDeviceTypeError(f"{device_type!r} is no device type that torch knows")
+        raise UnknownDeviceTypeError(f"{device_type!r} is not a device type that torch knows")
     if done.stdout == _NOT_SEEN:
         return f"torch sees no {device_type} device here"
     return None if done.stdout == _SEEN else f"torch failed when it was asked for {device_type} devices"
 
 
 def _ask_torch(device_type: str) -> str:
-    """Ask for the number of devices, which needs no context on any of them; in the child."""
+    """Ask for the number of devices, which needs no context on them; runs in the child."""
     import torch
 
     try:
         torch.device(device_type)
-    except RuntimeError:  # torch's word for a type that it does not know
+    except RuntimeError:  # raised by torch for an unknown type
         return _UNKNOWN
     try:
         return _SEEN if torch.get_device_module(device_type).device_count() else _NOT_SEEN
-    except (RuntimeError, AttributeError):  # a type that nothing implements in this build
+    except (RuntimeError, AttributeError):  # a type that this build does not implement
         return _NOT_SEEN
 
 

@@ -1,4 +1,4 @@
-"""``eplb explain``: what an error code means, when it happens, what lies behind it and what to do."""
+"""``eplb explain``: what an error code means, when it happens, what usually causes it and what to do."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ def find_code(asked: str) -> str | None:
 
 
 def find_text(message: str) -> str | None:
-    """Return the code whose text a message has, or begins with, whatever its fields hold; None where no text fits.
+    """Return the code whose text occurs in a message, whatever its fields are; None if there is none.
 
     Parameters
     ----------
     message : str
-        As it was logged, perhaps broken into lines, with words before or after the text, or cut short.
+        Message as it was logged; it may be wrapped, have words around it, or be cut short.
 
     Returns
     -------
     str or None
-        A key of the catalogue: of the text that shares the most words in a row with the message, from its own first.
+        A key of the catalogue: the code whose text, from its first word, has the most words in common with the message.
     """
     words = " ".join(message.split()).casefold()
     best = max(CATALOGUE, key=lambda code: _shared_nchars(code, words))  # of equals the first
@@ -79,7 +79,7 @@ def find_text(message: str) -> str | None:
 
 
 def close_codes(asked: str) -> list[str]:
-    """Return codes that look like what was asked for, the most similar first; of a letter alone, all that it begins."""
+    """Return similar codes, the most similar first; for a single letter, all codes of that letter."""
     text = asked.strip().upper().removeprefix("EPLB").lstrip("-_ ")
     family = [code for code in CATALOGUE if re.fullmatch(r"[A-Z]", text) and code.startswith(f"EPLB-{text}")]
     similar = {code: SequenceMatcher(None, f"EPLB-{text}", code).ratio() for code in CATALOGUE}
@@ -88,7 +88,7 @@ def close_codes(asked: str) -> list[str]:
 
 
 def _shared_nchars(code: str, words: str) -> int:
-    """Count the characters of a text's fixed parts that follow one another in a message, from its first part on."""
+    """Count the characters of a text's fixed parts that a message contains in order, from the first part on."""
     place = shared = 0
     for fixed in re.split(r"\{[^}]*\}", CATALOGUE[code].text.casefold()):
         part = fixed.strip(" .,:()")
@@ -120,7 +120,7 @@ def _explain(console: Console, code: str) -> None:
 
 
 def _template(code: str) -> str:
-    """Return the text a message starts with, its fields readable: ``{rank!r}`` as ``<rank>``, ``{0}`` as ``...``."""
+    """Return the text of a code with readable fields: ``{rank!r}`` as ``<rank>``, ``{0}`` as ``...``."""
     return re.sub(
         r"\{(\w+)[^}]*\}", lambda field: "..." if field[1].isdigit() else f"<{field[1]}>", CATALOGUE[code].text
     )

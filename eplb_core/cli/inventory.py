@@ -1,4 +1,4 @@
-"""What is installed and what of it is usable here, as plain data: what ``eplb backends`` shows and ``--json`` prints.
+"""Installed plugins and whether each is usable here, as plain data for ``eplb backends`` and its ``--json``.
 
 The document, stable within a ``schema``; unknown keys may be added, none is dropped or changes its meaning::
 
@@ -27,10 +27,10 @@ from typing import Any
 from eplb_core._version import __version__
 from eplb_core.backend import API_VERSION, BackendInfo, PolicyInfo, StagingInfo
 from eplb_core.config import EPLBConfig
-from eplb_core.discovery.discover import Catalog
-from eplb_core.discovery.rules import why_not, why_unavailable
+from eplb_core.discovery.catalog import Catalog
 from eplb_core.discovery.select import select
 from eplb_core.discovery.select_staging import why_unfit
+from eplb_core.discovery.usable import why_not, why_unavailable
 from eplb_core.errors import ConfigError
 from eplb_core.errors.codes import CATALOGUE
 
@@ -51,7 +51,7 @@ def take_inventory(
     device_type : str
         ``torch.device.type`` of the weights.
     no_device : str or None
-        Why there is no such device here: then nothing is usable that would be with one.
+        Reason why there is no such device here; backends that need one are then not usable.
 
     Returns
     -------
@@ -92,14 +92,14 @@ def _automatic_choice(catalog: Catalog, use_async: bool, device_type: str) -> di
     try:
         choice = select(EPLBConfig(use_async=use_async), device_type=device_type, catalog=catalog)
     except ConfigError as error:
-        return {"name": None, "why": CATALOGUE[error.code].text}  # its detail is what the lists say
+        return {"name": None, "why": CATALOGUE[error.code].text}  # its detail repeats the lists
     return {"name": choice.name, "why": choice.reasons[choice.name]}
 
 
 def _backend(
     catalog: Catalog, info: BackendInfo, use_async: bool, device_type: str, no_device: str | None
 ) -> dict[str, Any]:
-    # The plugin's own reason comes first: it knows what exactly is missing, a driver, say, where torch sees no device.
+    # The plugin's own reason comes first: it names what is missing (a driver) where torch only sees no device.
     reason = why_not(info, use_async=use_async, device_type=device_type, elastic=False) or no_device
     return {
         **_common(catalog, "backend", info, reason),
@@ -132,10 +132,10 @@ def _common(
 
 
 def _lacks_a_package(info: BackendInfo | StagingInfo | PolicyInfo, reason: str | None) -> bool:
-    """Is a Python package what is missing? With all of them here a hint to install them would lead astray."""
+    """Is a Python package missing? If none is, a hint to install one would be misleading."""
     if reason is None or reason != why_unavailable(info) or info.install_hint in reason:
         return False
-    # A plugin that any one of several packages would do for declares none, and finds its own words.
+    # A plugin that needs any one of several packages declares none and words its own reason.
     return reason in [f"{module} is not installed" for module in info.requires] or (
         not info.requires and "installed" in reason
     )

@@ -1,4 +1,4 @@
-"""``eplb new-backend``: a whole distribution of a backend, which passes the conformance kit as it is written."""
+"""``eplb new-backend``: writes a distribution of a backend that passes the conformance kit."""
 
 from __future__ import annotations
 

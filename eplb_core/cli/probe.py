@@ -27,7 +27,7 @@ def probe_all(names: Sequence[tuple[Kind, str]], *, device: str, limit_s: float)
     device : str
         ``torch.device.type`` of the weights.
     limit_s : float
-        Seconds that each may take; then it is killed.
+        Seconds after which a probe is killed.
 
     Returns
     -------
@@ -69,8 +69,8 @@ def _result(started: float, facts: dict[str, str] | None = None, problem: str | 
 
 def _probe_here(kind: Kind, name: str, device: str) -> dict[str, Any]:
     """Import one backend or allocator and ask it; in the child."""
-    from eplb_core.discovery.discover import discover, load_target
-    from eplb_core.discovery.load import PluginRaisedError, contained
+    from eplb_core.discovery.discover import discover
+    from eplb_core.discovery.load import PluginRaisedError, contained, load_target
     from eplb_core.discovery.select import resolve
     from eplb_core.errors import EplbError
 
@@ -79,7 +79,7 @@ def _probe_here(kind: Kind, name: str, device: str) -> dict[str, Any]:
             info = resolve(discover(), "backend", name)
             options = load_target(info.options) if isinstance(info.options, str) else info.options
             backend = load_target(info.target)
-            if not hasattr(backend, "probe"):  # it is optional, as the Communicator takes it
+            if not hasattr(backend, "probe"):  # probe is optional, as for the Communicator
                 return {"facts": _NONE}
             facts = contained("its probe()", lambda: backend.probe(None if options is None else options()))
         else:
@@ -90,14 +90,14 @@ def _probe_here(kind: Kind, name: str, device: str) -> dict[str, Any]:
                 return {"facts": _NONE}
             facts = contained("its probe()", lambda: allocator.probe(torch.device(device)))
         return {"facts": {str(key): str(value) for key, value in facts.items()}}
-    except PluginRaisedError as raised:  # what it says for itself is the better text
+    except PluginRaisedError as raised:  # the plugin's own error is the better text
         return {"problem": str(raised.__cause__ if isinstance(raised.__cause__, EplbError) else raised)}
     except EplbError as error:
         return {"problem": str(error)}
 
 
 def main() -> None:
-    """Probe what is named on the command line (kind, name, device type) and answer in JSON."""
+    """Probe the backend or allocator on the command line (kind, name, device type) and answer in JSON."""
     answer_fd = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints goes to stderr
     kind: Kind = "backend" if sys.argv[1] == "backend" else "staging"

@@ -122,7 +122,7 @@ def _show(console: Console, name: str, verdicts: list[Verdict], seconds: float) 
 
 
 def _show_alike(console: Console, outcome: str, detail: str, alike: list[Verdict]) -> None:
-    """Show what one or more tests have to say in the same words, once; what it means only where that was seen."""
+    """Show tests with equal text once; the meaning is shown only when it was checked."""
     if outcome == "failed":
         for verdict in alike:
             write(console, verdict.test, style="bold red")
@@ -130,7 +130,7 @@ def _show_alike(console: Console, outcome: str, detail: str, alike: list[Verdict
     else:
         many = f"{len(alike)} tests {outcome}: " if len(alike) > 1 else f"{outcome}: "
         names = ", ".join(verdict.test for verdict in alike)
-        if outcome == "not run" and len(alike) > _NAMED:  # the table says which
+        if outcome == "not run" and len(alike) > _NAMED:  # the table lists them
             names = f"{names.partition(', ')[0]} and others"
         write(console, many + names, hanging="  ", style=_STYLES[outcome])
     lines = detail.splitlines()

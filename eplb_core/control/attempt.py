@@ -1,4 +1,4 @@
-"""A call that may block for longer than it should: in a thread of its own, which can be let go."""
+"""A call that may block too long, made in a thread of its own that can be let go."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Attempt(Generic[T]):
     Notes
     -----
     Python cannot end a thread that is inside a C function. When a call is late, nobody waits for its thread any more,
-    not even the end of the process; what it returns in the end goes to ``discard``. The call must not hold the
-    interpreter's lock while it blocks.
+    and it does not keep the process from ending. A result that comes later goes to ``discard``. The call must not hold
+    the interpreter's lock while it blocks.
     """
 
     def __init__(self, operation: Callable[[], T], what: str, discard: Callable[[T], object] | None = None) -> None:
@@ -30,7 +30,7 @@ class Attempt(Generic[T]):
         threading.Thread(target=self._run, name=f"eplb {what}", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of the call, at most so long; False when it goes on."""
+        """Wait for the end of the call, at most so long; False when it is still running."""
         return self._over.wait(timeout_s)
 
     def result(self) -> T:

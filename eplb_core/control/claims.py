@@ -16,7 +16,7 @@ class Claims:
         self._lock = threading.Lock()
 
     def take(self, name: str, holder: object) -> None:
-        """Take a name until `give_back`, or until its holder, if there is one, is gone; EPLB-C010 when it is taken."""
+        """Take a name until `give_back`, or until the holder given is gone; EPLB-C010 when it is taken."""
         with self._lock:
             if name in self._holders:
                 held_by = self._holders[name]

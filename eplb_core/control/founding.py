@@ -1,4 +1,4 @@
-"""From a process group to a store of our own, on every rank or on none."""
+"""Makes a store of our own from a process group, on every rank or on none."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from eplb_core.control.sockets import written
 from eplb_core.control.store import StoreGone, first_line
 from eplb_core.errors import ConfigError
 
-_RECORD_NBYTES = 1024  # of one size on all ranks and in all releases, for gloo ends the process on a longer message
+_RECORD_NBYTES = 1024  # the same in all releases: gloo aborts the process on a message longer than its receive
 _RECORD_VERSION = 1
 _TOLD = 4  # ranks whose refusals are written out
 
 
 @dataclass(frozen=True, eq=False)
 class Founded:
-    """What a rank holds when every rank has reached the store.
+    """The result on one rank, once every rank has reached the store.
 
     Parameters
     ----------
     store : torch.distributed.Store
         This rank's first connection to it; at rank 0, the store itself.
     rank, world_size : int
-        Within the group.
+        This rank's number within the group, and the size of the group.
     location : Location
         Where this rank listens.
     presence : Presence or None
-        Which other ranks are there; at rank 0 only.
+        Watches which other ranks are there; at rank 0 only.
     """
 
     store: Any
@@ -50,9 +50,8 @@ def found(group: Any, host: object, ports: object, timeout_s: float) -> Founded:
 
     Notes
     -----
-    A rank on which something is wrong says so in what is gathered, and every rank raises it, naming that rank
-    (EPLB-C009). ``timeout_s`` limits each of the two gatherings; what a rank does on its own before either takes at
-    most half of it.
+    A rank that fails puts its error into what is gathered, and every rank raises that error with the rank's number
+    (EPLB-C009). ``timeout_s`` limits each of the two gatherings; the local work before each takes at most half of it.
     """
     rank, world_size = int(group.rank()), int(group.size())
     store: Any = None
@@ -80,14 +79,14 @@ def found(group: Any, host: object, ports: object, timeout_s: float) -> Founded:
             refusal = ConfigError("EPLB-C009", problem=f"it cannot reach the store of rank 0 at {at}: {gone}")
         records = _gather(group, mine, refusal, timeout_s, "a rank was lost before all had reached the store")
     except BaseException:
-        store = None  # which the frames of the error would keep
+        store = None  # the frames of the error would keep it alive
         raise
     addresses = {peer: str(record["address"]) for peer, record in enumerate(records)}
     return Founded(store, rank, world_size, locations[rank], Presence(port, addresses) if rank == 0 else None)
 
 
 def locate(host: object, ports: object, timeout_s: float) -> tuple[Location, Ports | None]:
-    """Check where this rank was told to listen, and say where it is; see `check_listening`."""
+    """Check the address at which this rank is to listen, and return its location; see `check_listening`."""
     allowed = checked_ports(ports)
     where, loopback = check_listening(host, allowed, timeout_s)
     return Location(read_boot_id(), read_network_id(), where, host is not None, loopback), allowed
@@ -111,7 +110,7 @@ def _host_store(host: str, ports: Ports | None, world_size: int, timeout_s: floa
 
 
 def _check_all(locations: Mapping[int, Location], ports: Sequence[Any]) -> None:
-    """Check what no rank can see alone; all come to the same answer."""
+    """Check all locations together; every rank comes to the same answer."""
     problem = why_unreachable(locations)
     if problem is not None:
         detail = "Give host=, the address at which the other ranks reach this one."
@@ -127,7 +126,7 @@ def _check_all(locations: Mapping[int, Location], ports: Sequence[Any]) -> None:
 def _gather(
     group: Any, mine: Mapping[str, Any], refusal: ConfigError | None, timeout_s: float, failure: str
 ) -> list[dict[str, Any]]:
-    """Exchange a record of every rank; raise, on all of them, when some refuse."""
+    """Exchange one record per rank; raise on all ranks when some refuse."""
     import torch
 
     sent = torch.frombuffer(bytearray(_pack(mine, refusal)), dtype=torch.uint8)

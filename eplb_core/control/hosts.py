@@ -1,4 +1,4 @@
-"""Where a rank is: which ranks share a machine, and which reach each other without being told an address."""
+"""Where each rank is: which ranks share a machine, and which reach each other over loopback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-"""Where Linux offers one."""
+"""File of the boot id, on Linux."""
 NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 """A link whose target names the network namespace of this process, on Linux."""
 
@@ -56,7 +56,7 @@ class Location:
 
 
 def why_unreachable(locations: Mapping[int, Location]) -> str | None:
-    """Say why some ranks cannot reach each other at the addresses they listen on; None when nothing speaks against it.
+    """Return why some ranks cannot reach each other at their addresses, or None when no reason is known.
 
     Notes
     -----
@@ -80,7 +80,7 @@ def why_unreachable(locations: Mapping[int, Location]) -> str | None:
 
 
 def node_ids(boot_ids: Sequence[str]) -> tuple[int, ...]:
-    """Number the hosts of the ranks from 0, in order of first appearance; by rank, equal for equal boot ids."""
+    """Return a host number for each rank: equal for equal boot ids, from 0 in order of first appearance."""
     numbers: dict[str, int] = {}
     return tuple(numbers.setdefault(boot_id, len(numbers)) for boot_id in boot_ids)
 
@@ -90,8 +90,8 @@ def read_boot_id() -> str:
 
     Notes
     -----
-    On Linux containers of one host have the same, whatever their host names; where the kernel offers none, the host's
-    name stands for it.
+    On Linux, containers of one host share it, whatever their host names are. Where the kernel offers none, the host's
+    name is taken.
     """
     try:
         boot_id = BOOT_ID_FILE.read_text(encoding="ascii").strip()
@@ -105,8 +105,8 @@ def read_network_id() -> str:
 
     Notes
     -----
-    Two containers of one host have one boot id and, as a rule, two loopbacks. Where the kernel names no network
-    namespace, all of a host count as one.
+    Two containers of one host have one boot id and usually a loopback each. Where the kernel names no network
+    namespace, all processes of a host count as one.
     """
     try:
         namespace = os.readlink(NETWORK_NAMESPACE)

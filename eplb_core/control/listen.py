@@ -1,4 +1,4 @@
-"""Where this rank listens: the address it was given is its own, and the ports are those that were allowed."""
+"""Where this rank listens: checks that the address is this machine's, and keeps to the ports that are allowed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from eplb_core.control.attempt import within
 from eplb_core.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-"""Where a rank listens that was given no address."""
+"""Address of a rank that was given none."""
 
 Ports = tuple[int, int]
-"""The lowest and the highest port that may be listened on."""
+"""Lowest and highest port to listen on."""
 
 
 def listen(host: str, ports: Ports | None, *, backlog: int) -> socket.socket:
-    """Listen at an address of this machine, on a port that is allowed (None: any); EPLB-C009 names what is not."""
+    """Listen at an address of this machine, on an allowed port (None: any); else EPLB-C009 says what is wrong."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -38,12 +38,12 @@ def listen(host: str, ports: Ports | None, *, backlog: int) -> socket.socket:
 
 
 def check_listening(host: object, ports: object, timeout_s: float) -> tuple[str, bool]:
-    """Check that this rank can listen where it was told to, by doing so for a moment; else EPLB-C009.
+    """Check that this rank can listen at an address by listening there for a moment; else EPLB-C009.
 
     Notes
     -----
-    ``host`` None is loopback; ``timeout_s`` limits looking up a name. Returned are the address or name to listen at,
-    and whether it is loopback.
+    ``host`` None is loopback; ``timeout_s`` limits the look-up of a name. Returns the address or name to listen at, and
+    whether it is loopback.
     """
     where, allowed = checked_host(host), checked_ports(ports)
     try:
@@ -54,7 +54,7 @@ def check_listening(host: object, ports: object, timeout_s: float) -> tuple[str,
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Does a listener hear its own network namespace alone?"""
+    """Can only its own network namespace reach a listener at this address?"""
     return ipaddress.ip_address(str(listener.getsockname()[0]).partition("%")[0]).is_loopback
 
 
@@ -65,7 +65,7 @@ def checked_host(host: object) -> str:
     if not isinstance(host, str):
         raise ConfigError("EPLB-C009", problem=f"host= should be a str, got {type(host).__name__}")
     if not host or len(host.encode()) > 253:  # the longest name that the domain name system allows
-        raise ConfigError("EPLB-C009", problem=f"host={host[:80]!r} is no address, nor the name of one")
+        raise ConfigError("EPLB-C009", problem=f"host={host[:80]!r} is not an address, nor the name of one")
     return host
 
 
@@ -91,11 +91,11 @@ def _candidates(ports: Ports | None) -> Iterable[int]:
 def _check_is_somewhere(host: str, address: str) -> None:
     found = ipaddress.ip_address(address.partition("%")[0])
     if found.is_unspecified or found.is_multicast:
-        problem = f"host={host!r} is no single address at which the other ranks reach this one"
+        problem = f"host={host!r} is not a single address at which the other ranks reach this one"
         raise ConfigError("EPLB-C009", problem=problem)
 
 
 def _why_not(host: str, error: OSError) -> str:
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"host={host!r} is no address of this machine"
+        return f"host={host!r} is not an address of this machine"
     return f"nothing can be listened on at host={host!r}: {error.strerror or error}"

@@ -1,4 +1,4 @@
-"""Opening a connection to the store within a limit, whatever state the process that hosts it is in."""
+"""Opening a connection to the store within a limit, even when the process that hosts it is stopped or gone."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from eplb_core.control.store import StoreGone, first_line
 from eplb_core.errors import ConfigError
 
 _LEAST_S = 1e-3
-"""Of a limit that has run out already: 0 would be none, or no wait at all."""
+"""Used for a limit that has run out: torch reads 0 as no limit, or as no wait at all."""
 _GRACE_S = 0.25
-"""The inner limits, whose texts say more, run out this much before the outer one."""
+"""Inner limits run out so much earlier than the outer one, for their messages say more."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Opened:
     store : torch.distributed.Store
         Connected for this caller alone.
     descriptor : int or None
-        Of its socket, where it is certain which that is; it belongs to the store.
+        Descriptor of its socket, where it is certain which one that is; it belongs to the store.
     address : str
-        Of this end, ``host:port``; empty where the descriptor is not known.
+        Address of this end, ``host:port``; empty where the descriptor is not known.
     """
 
     store: Any
@@ -44,18 +44,18 @@ class Opened:
 
 
 def checked_limit(timeout_s: object) -> float:
-    """Return a limit in seconds; one that is none is a ConfigError (EPLB-C009)."""
+    """Return a limit in seconds; an invalid one is a ConfigError (EPLB-C009)."""
     if isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool) and 0 < timeout_s < math.inf:
         return float(timeout_s)
     raise ConfigError("EPLB-C009", problem=f"timeout_s={timeout_s!r} should be a number of seconds above 0")
 
 
 def open_again(store: Any, timeout_s: float) -> Opened:
-    """Connect once more to the store that a connection goes to, in its namespace, within a limit; else StoreGone.
+    """Open another connection to the same store and namespace, within a limit; else StoreGone.
 
     Notes
     -----
-    ``timeout_s`` limits opening it and every operation on it. A store of a kind that has one connection only is refused
+    ``timeout_s`` limits opening it and every operation on it. A store that supports only one connection is refused
     (EPLB-C009).
     """
     import torch.distributed as dist
@@ -68,7 +68,7 @@ def open_again(store: Any, timeout_s: float) -> Opened:
         opened.store.set_timeout(timedelta(seconds=max(timeout_s, _LEAST_S)))
         return opened
     try:
-        # It keeps its own timeout: the clone of a HashStore is that very HashStore.
+        # Its own timeout stays: the clone of a HashStore is the same object.
         return _open(store.clone, None, timeout_s)
     except (NotImplementedError, AttributeError, TypeError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _is_missing(error):
@@ -94,9 +94,9 @@ def _open(make: Callable[[], Any], address: tuple[str, int] | None, timeout_s: f
 
     Notes
     -----
-    torch connects, greets and waits for an answer in one call, and has no limit when the store's process is stopped:
-    there is no moment at which its socket could be given one before its first byte. `_greet` finds such a process
-    before torch meets it; the thread is for one that stops in between.
+    torch connects, greets and waits for an answer in one call, without a limit when the store's process is stopped, and
+    leaves no moment to set one on its socket. `_greet` detects a stopped process beforehand; the thread is for one that
+    stops in between.
     """
     timeout_s = max(timeout_s, _LEAST_S)
     at = "the store" if address is None else f"the store at {written(address)}"
@@ -124,8 +124,8 @@ def _connect(make: Callable[[], Any], address: tuple[str, int] | None, timeout_s
     finally:
         one_by_one.release()
     for descriptor, _ in new:
-        # When the host connected to it in the same moment, its connection gets the limit as well: it shows only where
-        # the store is silent for as long, for torch itself waits for keys in another way.
+        # If the host opened a connection at the same moment, that one gets the limit as well. This matters only when
+        # the store is silent for that long: torch waits for keys in another way.
         with suppress(OSError):  # it was the host's, and is closed again
             limit(descriptor, timeout_s)
     if len(new) != 1:
@@ -135,12 +135,12 @@ def _connect(make: Callable[[], Any], address: tuple[str, int] | None, timeout_s
 
 
 def _greet(address: tuple[str, int], timeout_s: float) -> None:
-    """See whether the process behind an address listens and runs, before torch's own client goes there.
+    """Check that the process behind an address listens and runs, before torch's own client connects.
 
     Notes
     -----
-    That client tries a refused port again for its whole timeout, and prints pages of C++ frames meanwhile. Every kind
-    of server closes a connection that ends without a word, but a stopped process does not.
+    That client retries a refused port for its whole timeout and prints pages of C++ frames. Every kind of server closes
+    a connection that ends before a first byte; a stopped process does not.
     """
     at = f"the store at {written(address)}"
     try:
@@ -157,7 +157,7 @@ def _greet(address: tuple[str, int], timeout_s: float) -> None:
 
 
 _LOCKS: WeakValueDictionary[tuple[str, int], threading.Lock] = WeakValueDictionary()
-"""One a store, so that one whose process is stopped does not keep others from being opened."""
+"""One lock per store: a store whose process is stopped must not delay connections to others."""
 _LOCKS_LOCK = threading.Lock()
 
 
@@ -167,6 +167,6 @@ def _lock_of(address: tuple[str, int]) -> threading.Lock:
 
 
 def _is_missing(error: RuntimeError) -> bool:
-    # What pybind11 says of a store written in Python, and c10d of a kind that has none.
+    # Errors of pybind11 for a store written in Python, and of c10d for a kind without clone().
     text = str(error).lower()
     return isinstance(error, NotImplementedError) or "pure virtual" in text or "not implemented" in text

@@ -1,4 +1,4 @@
-"""The control plane: a store that all ranks reach, and who they are. Bulk data never goes through it."""
+"""The control plane: a store that all ranks reach, and this rank's number. Bulk data never goes through it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ControlPlane:
         self.location = location or locate(host, ports, self.timeout_s)[0]
         self._store = store
         self._presence: Presence | None = None
-        self._is_own = False  # a store that `from_process_group` founded, so that nobody else's keys are in it
+        self._is_own = False  # True for a store that `from_process_group` made: it holds no other group's keys
         self._claims = Claims()
 
     @classmethod
@@ -78,7 +78,7 @@ class ControlPlane:
         ports: tuple[int, int] | None = None,
         timeout_s: float = _TIMEOUT_S,
     ) -> ControlPlane:
-        """Use a store of the host's; elastic hosts need no default group for it.
+        """Use a store that the host has made; no default process group is needed.
 
         Parameters
         ----------
@@ -86,7 +86,7 @@ class ControlPlane:
             Reached by every rank, of a kind that can be cloned. It must outlive the communicators, the process that
             hosts it included.
         rank, world_size : int
-            Within the expert-parallel group.
+            This rank's number within the expert-parallel group, and the size of the group.
         host : str or None
             Address of this machine at which the other ranks reach this one; None is loopback.
         ports : (int, int) or None
@@ -126,7 +126,7 @@ class ControlPlane:
     ) -> ControlPlane:
         """Use a group once, to agree on a store of our own; collective over the group.
 
-        What is wrong on one rank is raised on all of them.
+        An error on one rank is raised on all ranks.
 
         Parameters
         ----------
@@ -182,12 +182,12 @@ class ControlPlane:
 
     @property
     def boot_id(self) -> str:
-        """Equal for ranks on one machine."""
+        """Boot id of this machine; equal for ranks on one machine."""
         return self.location.boot_id
 
     @property
     def private(self) -> bool:
-        """Was the store made for this group? Then nothing in it is older than the group."""
+        """Was the store made for this group alone? Then no key in it is older than the group."""
         return self._is_own
 
     # --- connections -------------------------------------------------------------------------------------------------
@@ -198,13 +198,13 @@ class ControlPlane:
         Raises
         ------
         StoreGone
-            Nobody answers.
+            The store does not answer.
         """
         opened = self._open(timeout_s)
         return StoreClient(opened.store, prefix, timeout_s, opened.descriptor)
 
     def connection(self, timeout_s: float | None = None) -> Any:
-        """Open a raw store connection of its own (a blocked wait holds its connection); see `client`."""
+        """Open a separate raw store connection (a blocked wait holds its connection); see `client`."""
         return self._open(self.timeout_s if timeout_s is None else timeout_s).store
 
     def _open(self, timeout_s: float) -> Opened:
@@ -218,7 +218,7 @@ class ControlPlane:
     # --- names -------------------------------------------------------------------------------------------------------
 
     def claim(self, name: str, holder: object = None) -> None:
-        """Take a communicator's name, until `release`, or until the holder is gone where one is given.
+        """Take a communicator's name until `release`, or until the holder given is gone.
 
         Raises
         ------
@@ -228,16 +228,16 @@ class ControlPlane:
         self._claims.take(name, holder)
 
     def release(self, name: str, holder: object = None) -> None:
-        """Give a name back, unless another holder than the one given has it."""
+        """Give a name back, unless another holder has it."""
         self._claims.give_back(name, holder)
 
     # --- who hosts the store leaves last -----------------------------------------------------------------------------
 
     def absent(self) -> frozenset[int]:
-        """Return the ranks that are known to have left, or to have let go of their control planes.
+        """Return the ranks that are known to have ended, or to have closed their control planes.
 
-        Known to the rank that hosts the store of `from_process_group`, and to no other. Never wrong about a rank that
-        is named; it may not name one whose address is translated on the way.
+        Only the rank that hosts the store of `from_process_group` knows any. A rank that is named is certainly absent;
+        one whose address is translated on the way may be missing from the answer.
         """
         return frozenset() if self._presence is None else self._presence.absent()
 

@@ -14,7 +14,7 @@ class Presence:
     Parameters
     ----------
     port : int
-        At which the store listens.
+        Port of the store.
     addresses : Mapping of int to str
         By rank: the address of the rank's end of its connection, as the rank sees it. A rank whose connection is not
         seen here now (its address is translated on the way, or this system has no /proc) is never taken for absent.
@@ -22,12 +22,12 @@ class Presence:
 
     def __init__(self, port: int, addresses: Mapping[int, str]) -> None:
         self.heard: Counter[str] = Counter()
-        """How often each rank was heard to have read, by key of the store."""
+        """By store key: how often each rank has reported that it read it."""
         self._port = port
         here = connected_at(port)
         self._addresses = {rank: address for rank, address in addresses.items() if address in here}
 
     def absent(self) -> frozenset[int]:
-        """Return the ranks whose connection has ended: their process has, or has let go of its control plane."""
+        """Return the ranks whose connection has ended: the process ended or closed its control plane."""
         here = connected_at(self._port)
         return frozenset(rank for rank, address in self._addresses.items() if address not in here)

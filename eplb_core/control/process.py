@@ -1,4 +1,4 @@
-"""Which process a rank is: told apart from every other, and asked whether it is still there."""
+"""Which process a rank is: tells it apart from every other, and finds out whether it still runs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class ProcessIdentity:
     Parameters
     ----------
     boot_id, pid_namespace : str
-        Where its process number counts.
+        Machine and namespace in which its process number is valid.
     pid : int
         Process number.
     started : str
-        When the process began, in clock ticks since the boot; numbers are used again.
+        When the process began, in clock ticks since the boot; process numbers are reused.
     token : str
-        Random: one process may use a number several times, one after another.
+        Random; one process may use a rank's number several times, one after another.
     """
 
     boot_id: str
@@ -39,13 +39,13 @@ class ProcessIdentity:
 
     @classmethod
     def mine(cls) -> ProcessIdentity:
-        """Make one of this process, in use until `release`."""
+        """Make the identity of this process, in use until `release`."""
         identity = cls(read_boot_id(), _pid_namespace(), os.getpid(), _started(os.getpid()), token_hex(8))
         _OPEN.add(identity.token)
         return identity
 
     def release(self) -> None:
-        """Say that the number is used no more."""
+        """Note that the rank's number is no longer in use."""
         _OPEN.discard(self.token)
 
     def to_json(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class ProcessIdentity:
         )
 
     def in_use(self) -> bool | None:
-        """Is its process there, and is the number still in use? None where that cannot be seen from here."""
+        """Does the process run, with the number in use? None where that cannot be seen from here."""
         if (self.boot_id, self.pid_namespace) != (read_boot_id(), _pid_namespace()) or not self.started:
             return None
         if self.pid == os.getpid() and self.started == _started(self.pid):
@@ -76,7 +76,7 @@ class ProcessIdentity:
 
 
 def _started(pid: int) -> str:
-    """Return when a process began; empty when there is none, it has ended and only waits to be reaped, or no /proc."""
+    """Return when a process began; empty when there is none, when it is a zombie, or without /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

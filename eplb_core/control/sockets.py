@@ -1,4 +1,4 @@
-"""The sockets of this process that libraries opened: found by their ports, given limits, asked for their peers."""
+"""Sockets that libraries opened in this process: found by port, given limits, asked for their peers."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _TABLE = Path("/proc/self/fd")
 
 
 def connections_to(port: int) -> dict[tuple[int, int], str]:
-    """Return this process's connections to a port: by descriptor and inode, the address of this end.
+    """Return this process's connections to a port: the address of this end, by descriptor and inode.
 
     Notes
     -----
-    The number of a descriptor comes back, an inode does not for a long time. Empty on systems without /proc.
+    Descriptor numbers are reused at once, inodes not for a long time. Empty on systems without /proc.
     """
     return {key: written(own) for key, own, peer in _connections() if peer[1] == port and own[1] != port}
 
 
 def connected_at(port: int) -> frozenset[str]:
-    """Return the addresses of those who are connected to a port on which this process listens."""
+    """Return the addresses of the peers connected to a port on which this process listens."""
     return frozenset(written(peer) for _, own, peer in _connections() if own[1] == port)
 
 
 def limit(descriptor: int, timeout_s: float) -> None:
-    """Let no receive and no send on a connection take longer than this."""
+    """Limit each receive and send on a connection to so many seconds."""
     seconds = max(timeout_s, 1e-3)  # 0 would be no limit
     value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with _borrowed(descriptor) as connection:
@@ -37,13 +37,13 @@ def limit(descriptor: int, timeout_s: float) -> None:
 
 
 def written(address: tuple[object, ...]) -> str:
-    """Write an address as ``host:port``, the same for IPv4 and for IPv4 in IPv6."""
+    """Write an address as ``host:port``, in the same form for IPv4 and IPv4-mapped IPv6."""
     host = str(address[0]).removeprefix("::ffff:")
     return f"[{host}]:{address[1]}" if ":" in host else f"{host}:{address[1]}"
 
 
 def _connections() -> Iterator[tuple[tuple[int, int], tuple[object, ...], tuple[object, ...]]]:
-    """Go through the TCP connections of this process: descriptor and inode, the address of either end."""
+    """Yield the TCP connections of this process: descriptor and inode, and the address of either end."""
     for name in os.listdir(_TABLE) if _TABLE.exists() else ():
         descriptor = int(name)
         try:
@@ -59,5 +59,5 @@ def _connections() -> Iterator[tuple[tuple[int, int], tuple[object, ...], tuple[
 
 
 def _borrowed(descriptor: int) -> socket.socket:
-    # A duplicate: options and addresses belong to the socket, and closing the duplicate leaves the owner's alone.
+    # A duplicate: options and addresses belong to the socket, and closing the duplicate does not close the owner's.
     return socket.socket(fileno=os.dup(descriptor))

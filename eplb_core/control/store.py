@@ -19,8 +19,8 @@ class StoreClient:
     Notes
     -----
     A torch client blocks in ``recv`` for as long as the store's host is silent, whatever its timeout says. So the
-    socket was given a receive limit when it was opened (``timeout_s``, seconds); once that ran out, the connection is
-    out of step and is not used again. ``descriptor`` is that socket's, where it is known, and belongs to the store.
+    socket gets a receive limit when it is opened (``timeout_s``, seconds). Once that has run out, the connection is out
+    of step and is not used again. ``descriptor`` is the socket's, where it is known; it belongs to the store.
     """
 
     def __init__(self, store: Any, prefix: str, timeout_s: float, descriptor: int | None = None) -> None:
@@ -30,7 +30,7 @@ class StoreClient:
         self._timeout_s = timeout_s
         self._gone: str | None = None
         self.own: set[str] = set()
-        """Keys that this client set and nobody else writes."""
+        """Keys that this client set and that nobody else writes."""
         self.shared: set[str] = set()
         """Keys that any member may write, as far as this client knows them."""
         self._store: Any = dist.PrefixStore(prefix, store)
@@ -41,7 +41,7 @@ class StoreClient:
 
     @property
     def store(self) -> Any:
-        """The store itself, in this namespace, for a backend; this client is then only there to close it."""
+        """The store in this namespace, for a backend; this client then only closes it."""
         return self._store
 
     def set(self, key: str, value: bytes) -> None:
@@ -50,7 +50,7 @@ class StoreClient:
         self._call(lambda: self._store.set(key, value))
 
     def read(self, key: str) -> bytes | None:
-        """Return the value of a key, or None while there is none."""
+        """Return the value of a key, or None when it has none."""
         return self._call(lambda: self._store.get(key) if self._store.check([key]) else None)
 
     def exists(self, *keys: str) -> bool:
@@ -67,7 +67,7 @@ class StoreClient:
         return self._call(lambda: int(self._store.add(key, 1)))
 
     def put_first(self, key: str, value: bytes) -> bytes:
-        """Store a value unless the key has one; return what stands there. The only form of compare-and-set used.
+        """Store a value unless the key has one; return the value that it has then. The only compare-and-set in use.
 
         Notes
         -----
@@ -84,7 +84,7 @@ class StoreClient:
             self._call(lambda key=key: self._store.delete_key(key))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Close the connection; an operation that comes later finds the store gone."""
+        """Close the connection; later operations raise `StoreGone`."""
         self._gone = self._gone or "its connection was closed on this side"
         self._hang_up = None
         self._store = None  # which closes the socket: torch has no other way
@@ -106,6 +106,6 @@ class StoreClient:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says, without the C++ frames that torch puts below it."""
+    """Return the text of an error without the C++ frames that torch puts below it."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__

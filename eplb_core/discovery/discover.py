@@ -4,104 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from importlib import import_module, metadata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
 from types import MappingProxyType
 from typing import Any
 
 from eplb_core._version import __version__
-from eplb_core.backend import API_VERSION, BackendInfo, PolicyInfo, StagingInfo
-from eplb_core.discovery.load import (
-    Info,
-    Offer,
-    PluginRaisedError,
-    PluginRejectedError,
-    attribute,
-    contained,
-    declared_offers,
-    is_target,
-    one_line,
-)
+from eplb_core.backend import API_VERSION, PolicyInfo, StagingInfo
+from eplb_core.discovery.catalog import Catalog, Failure, Origin, same_release
+from eplb_core.discovery.conflicts import Claims, claim, conflict_error, conflicts_of
+from eplb_core.discovery.load import Offer, PluginRejectedError, declared_offers, one_line
 from eplb_core.errors import DiscoveryError
 from eplb_core.hookspecs import ENTRY_POINT_GROUP
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a name comes from.
-
-    Parameters
-    ----------
-    entry_point : str
-        Name of the entry point in the group ``eplb_core.plugins``.
-    distribution, version : str
-        As in the distribution's metadata.
-    location : str
-        Folder in which the metadata was found.
-    """
-
-    entry_point: str
-    distribution: str
-    version: str
-    location: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.distribution} {self.version}" + (f" (in {self.location})" if self.location else "")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A plugin that was skipped.
-
-    Parameters
-    ----------
-    entry_point : str
-        Its entry point.
-    distribution, version : str
-        Who installed it; empty for a name in ``EPLB_PLUGINS`` that nobody offers.
-    reason : str
-        Why it was skipped.
-    error : DiscoveryError
-        The same as an error; its ``__cause__`` is what the plugin raised, if it did.
-    """
-
-    entry_point: str
-    distribution: str
-    version: str
-    reason: str
-    error: DiscoveryError
-
-    def __str__(self) -> str:
-        owner = f" of {self.distribution} {self.version}" if self.distribution else ""
-        return f"{self.entry_point}{owner}: {self.reason}"
-
-
-@dataclass(frozen=True)
-class Catalog:
-    """What is installed; of each plugin only its hook module was imported.
-
-    Parameters
-    ----------
-    backends, staging, policies : mapping of str to descriptor
-        By name, names ascending. A name in conflict is not among them.
-    failures : tuple of Failure
-        Plugins that were skipped.
-    conflicts : mapping of (kind, name) to tuple of Origin
-        Names claimed by more than one distribution; kind is "backend", "staging" or "policy".
-    origins : mapping of (kind, name) to Origin
-        Where each usable name comes from.
-    excluded : tuple of Origin
-        Entry points that ``EPLB_PLUGINS`` leaves out; they were not loaded.
-    """
-
-    backends: Mapping[str, BackendInfo] = field(default_factory=dict)
-    staging: Mapping[str, StagingInfo] = field(default_factory=dict)
-    policies: Mapping[str, PolicyInfo] = field(default_factory=dict)
-    failures: tuple[Failure, ...] = ()
-    conflicts: Mapping[tuple[str, str], tuple[Origin, ...]] = field(default_factory=dict)
-    origins: Mapping[tuple[str, str], Origin] = field(default_factory=dict)
-    excluded: tuple[Origin, ...] = ()
 
 
 def discover() -> Catalog:
@@ -136,7 +51,7 @@ def discover() -> Catalog:
     for name in sorted((allowed or set()) - {point.origin.entry_point for point in installed}):
         error = DiscoveryError("EPLB-D005", entry_point=name)
         fail(Failure(name, "", "", "named in EPLB_PLUGINS, but no installed distribution offers it", error))
-    claims = {(kind, info.name): [(_CORE, info)] for kind, info in _core_offers()}
+    claims: Claims = {(kind, info.name): [(_CORE, info)] for kind, info in _core_offers()}
     for point in points:
         try:
             offers = _own_offers(point, installed)
@@ -144,29 +59,8 @@ def discover() -> Catalog:
             fail(_failure(point.origin, str(rejected), rejected.__cause__))
             continue
         for kind, info in offers:
-            others = claims.setdefault((kind, info.name), [])
-            # One hook module behind two entry points of one release offers its staging and policies once.
-            if not any(_same_release(known, point.origin) and offer == info for known, offer in others):
-                others.append((point.origin, info))
-    return _settle(claims, failures, tuple(point.origin for point in installed if point not in points), strict)
-
-
-def load_target(target: str) -> Any:
-    """Import what a descriptor names as ``"module:Class"``; EPLB-D006 from whatever that raises."""
-    if not is_target(target):
-        raise DiscoveryError("EPLB-D006", target=target, reason="it is not of the form 'module:Class'")
-    module, _, path = target.partition(":")
-    try:
-        return contained("import", lambda: attribute(import_module(module), path))
-    except PluginRaisedError as raised:
-        raise DiscoveryError("EPLB-D006", target=target, reason=str(raised)) from raised.__cause__
-
-
-def conflict_error(kind: str, name: str, claimants: Iterable[Origin]) -> DiscoveryError:
-    """Build EPLB-D002, the error of a name that more than one distribution claims."""
-    title = {"backend": "Backend", "staging": "Staging allocator", "policy": "Policy"}[kind]
-    listed = " and ".join(str(claimant) for claimant in claimants)
-    return DiscoveryError("EPLB-D002", kind=title, name=name, claimants=listed, detail="pip uninstall all but one.")
+            claim(claims, kind, info, point.origin)
+    return _catalog(claims, failures, tuple(point.origin for point in installed if point not in points), strict)
 
 
 @dataclass(frozen=True)
@@ -225,10 +119,6 @@ def _origin(dist: metadata.Distribution, entry_point: str) -> Origin:
     return Origin(entry_point, name or "a distribution without METADATA", version or "(no version)", location)
 
 
-def _same_release(one: Origin, other: Origin) -> bool:
-    return (one.distribution, one.version) == (other.distribution, other.version)
-
-
 def _failure(origin: Origin, reason: str, cause: BaseException | None) -> Failure:
     named = {"entry_point": origin.entry_point, "distribution": origin.distribution, "version": origin.version}
     error = DiscoveryError("EPLB-D001", reason=reason, **named)
@@ -243,7 +133,7 @@ def _own_offers(point: _EntryPoint, installed: list[_EntryPoint]) -> list[Offer]
     siblings = {
         other.origin.entry_point
         for other in installed
-        if other.value == point.value and _same_release(other.origin, point.origin)
+        if other.value == point.value and same_release(other.origin, point.origin)
     }
     backends = [info.name for kind, info in offers if kind == "backend"]
     strangers = [backend for backend in backends if backend not in siblings]
@@ -257,18 +147,17 @@ def _own_offers(point: _EntryPoint, installed: list[_EntryPoint]) -> list[Offer]
     return [(kind, info) for kind, info in offers if kind != "backend" or info.name == name]
 
 
-def _settle(
-    claims: Mapping[tuple[str, str], list[tuple[Origin, Info]]],
+def _catalog(
+    claims: Claims,
     failures: list[Failure],
     excluded: tuple[Origin, ...],
     strict: bool,
 ) -> Catalog:
-    ordered = sorted(claims.items())
-    conflicts = {key: tuple(origin for origin, _ in offers) for key, offers in ordered if len(offers) > 1}
+    conflicts = conflicts_of(claims)
     if strict:
         for (kind, name), claimants in conflicts.items():
             raise conflict_error(kind, name, claimants)
-    settled = {key: offers[0] for key, offers in ordered if len(offers) == 1}
+    settled = {key: offers[0] for key, offers in sorted(claims.items()) if key not in conflicts}
 
     def of_kind(wanted: str) -> Mapping[str, Any]:
         return MappingProxyType({name: info for (kind, name), (_, info) in settled.items() if kind == wanted})

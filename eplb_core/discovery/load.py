@@ -1,4 +1,4 @@
-"""What one plugin declares: its hook module loaded in isolation, its descriptors checked field by field."""
+"""Loading of one plugin in isolation: its hook module, its descriptors checked field by field, what they name."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import pluggy
 
 from eplb_core.backend import API_VERSION, BackendInfo, PolicyInfo, StagingInfo
+from eplb_core.errors import DiscoveryError
 from eplb_core.hookspecs import PROJECT, DiscoverySpec
 
 T = TypeVar("T")
@@ -29,11 +30,11 @@ _KINDS: tuple[tuple[str, str, type[Any]], ...] = (
 
 
 class PluginRejectedError(Exception):
-    """The reason why a plugin, or something of it, is not used."""
+    """The reason why a plugin, or one of its offers, is not used."""
 
 
 class PluginRaisedError(PluginRejectedError):
-    """Code of a plugin raised: the message says what, ``__cause__`` is the original."""
+    """Code of a plugin raised; ``__cause__`` is the original exception."""
 
 
 def contained(doing: str, call: Callable[[], T]) -> T:
@@ -238,3 +239,14 @@ _FIELDS: dict[str, tuple[str, Callable[[object], bool]]] = {
     "install_hint": ("one line of text", _is_line),
     "available": ("callable or None", lambda value: value is None or callable(value)),
 }
+
+
+def load_target(target: str) -> Any:
+    """Import what a descriptor names as ``"module:Class"``; EPLB-D006 from whatever that raises."""
+    if not is_target(target):
+        raise DiscoveryError("EPLB-D006", target=target, reason="it is not of the form 'module:Class'")
+    module, _, path = target.partition(":")
+    try:
+        return contained("import", lambda: attribute(import_module(module), path))
+    except PluginRaisedError as raised:
+        raise DiscoveryError("EPLB-D006", target=target, reason=str(raised)) from raised.__cause__

@@ -10,9 +10,19 @@ from typing import Any, Literal, overload
 
 from eplb_core.backend import BackendInfo, PolicyInfo, StagingInfo
 from eplb_core.config import EPLBConfig
-from eplb_core.discovery.discover import Catalog, Failure, conflict_error, discover
+from eplb_core.discovery.catalog import Catalog, Failure
+from eplb_core.discovery.conflicts import conflict_error
+from eplb_core.discovery.discover import discover
 from eplb_core.discovery.load import Info
-from eplb_core.discovery.rules import Need, Rejection, async_problem, first_rejection, need_of, why_not, why_unavailable
+from eplb_core.discovery.usable import (
+    Need,
+    Rejection,
+    async_problem,
+    first_rejection,
+    need_of,
+    why_not,
+    why_unavailable,
+)
 from eplb_core.errors import ConfigError, EplbError
 
 __all__ = ["Choice", "resolve", "select", "why_not", "why_unavailable"]
@@ -27,7 +37,7 @@ class Choice:
     Parameters
     ----------
     name : str
-        Its name.
+        Name of the backend.
     info : BackendInfo
         What its plugin declares.
     reasons : dict of str to str

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from eplb_core.discovery.discover import load_target
-from eplb_core.discovery.load import PluginRaisedError, contained
-from eplb_core.discovery.rules import why_unavailable
+from eplb_core.discovery.load import PluginRaisedError, contained, load_target
 from eplb_core.discovery.select import resolve
+from eplb_core.discovery.usable import why_unavailable
 from eplb_core.errors import ConfigError, EplbError
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
     from eplb_core.backend import StagingAllocator, StagingInfo
     from eplb_core.config import EPLBConfig
-    from eplb_core.discovery.discover import Catalog
+    from eplb_core.discovery.catalog import Catalog
 
 logger = logging.getLogger("eplb_core")
 

@@ -59,15 +59,15 @@ _add(
 _add(
     "EPLB-C002",
     "Async EPLB is only supported with the default policy.",
-    meaning="use_async=True was asked together with a policy other than 'default'.",
+    meaning="use_async is True, and the policy is not 'default'.",
     when="While the configuration is built.",
-    situations=["a custom policy was set and use_async kept its default, True"],
+    situations=["a custom policy was set, and use_async was left at its default, True"],
     solutions=["set use_async=False", "or leave policy='default'"],
 )
 _add(
     "EPLB-C003",
     "log_balancedness_interval must be greater than 0.",
-    meaning="Balancedness is to be logged every N steps, and N is not positive.",
+    meaning="log_balancedness is on, and its interval is not positive.",
     when="While the configuration is built, with log_balancedness=True.",
     situations=["0 was meant to switch the log off"],
     solutions=["set log_balancedness=False to switch the log off", "or give a positive interval"],
@@ -80,19 +80,19 @@ _add(
     when="In select() and when the Communicator is built, with use_async=True and the backend named.",
     situations=[
         "an NCCL backend was named while async EPLB is on (the default)",
-        "a third-party backend declares no async_safe, which counts as unsafe",
+        "a third-party backend does not declare async_safe, which counts as unsafe",
     ],
     solutions=["name one of the backends the message offers", "leave communicator unset", "or set use_async=False"],
 )
 _add(
     "EPLB-C005",
     "{communicator} communicator cannot be used: {reason}.",
-    meaning="The backend that was named exists but a rule excludes it here.",
+    meaning="The backend that was named is installed, but a rule excludes it here.",
     when="In select() and when the Communicator is built, on the rank where the rule fires.",
     situations=[
         "the library behind the backend is not installed or does not load",
         "the weights live on a device the backend does not handle",
-        "the host scales elastically and the backend cannot",
+        "select() was called with elastic=True, and the backend does not declare elastic_safe",
     ],
     solutions=[
         "follow the install hint in the message",
@@ -108,17 +108,17 @@ _add(
     situations=[
         "the plugin's distribution is not installed in this environment",
         "a misspelt name",
-        "EPLB_PLUGINS leaves it out",
+        "EPLB_PLUGINS does not list it",
     ],
     solutions=["pip install the plugin (for instance eplb-gloo)", "run 'eplb backends' for the names that exist"],
 )
 _add(
     "EPLB-C007",
     "No usable EPLB backend.",
-    meaning="communicator was left unset and every installed backend was rejected by a rule.",
+    meaning="No backend was named, and every installed one is excluded by a rule or is taken only when named.",
     when="In select() and when the Communicator is built.",
     situations=["only the core is installed", "the only usable backends are not async-safe and use_async is on"],
-    solutions=["pip install eplb-gloo", "read the reason given for each candidate in the message"],
+    solutions=["pip install eplb-gloo", "read the reason that the message gives for each candidate"],
 )
 _add(
     "EPLB-C008",
@@ -131,19 +131,19 @@ _add(
 _add(
     "EPLB-C009",
     "The control plane cannot be made: {problem}.",
-    meaning="A control plane needs a store that all ranks reach, and an address of its own for every rank; from a "
-    "process group it makes the store, and then needs a group that moves small CPU tensors.",
-    when="In ControlPlane.from_process_group, on every rank of the group, whichever one it went wrong on; in "
-    "ControlPlane.from_store, on that rank; at connect, where ranks turn out to be on several hosts, or where no port "
-    "of ports= is free.",
+    meaning="A control plane needs a store that all ranks reach, and for each rank an address that the others reach. "
+    "from_process_group makes the store, and needs a group that moves small CPU tensors.",
+    when="In ControlPlane.from_process_group, on every rank of the group, whichever rank failed; in "
+    "ControlPlane.from_store, on the rank that failed; when the members meet, if ranks turn out to be on several "
+    "hosts, or no port of ports= is free.",
     situations=[
         "an NCCL-only group was passed",
         "ranks run on several hosts, or in several containers of one, and host= was not given",
-        "host= is another node's address, or one of a gateway in front of this machine",
+        "host= is the address of another machine, or of a gateway",
         "host= is a name that resolves to loopback on its own machine (127.0.1.1 in /etc/hosts)",
         "a firewall between the ranks drops connections to the store's port",
         "ports= allows fewer ports than there are ranks on the host, or others use them",
-        "the store is of a kind that has one connection only: one written in Python without clone()",
+        "the store supports only one connection: for instance one written in Python without clone()",
     ],
     solutions=[
         "pass the CPU (gloo) group of the expert-parallel group",
@@ -155,11 +155,16 @@ _add(
     "EPLB-C010",
     "The Communicator cannot be built: {problem}.",
     meaning="An argument of the Communicator does not fit the weights, the control plane or the chosen backend.",
-    when="When the Communicator is built, on the rank that was given the argument.",
-    situations=["landing= given to a backend with packed landing", "a second communicator with a name still in use"],
+    when="When the Communicator is built or the backend connects, on the rank that was given the argument.",
+    situations=[
+        "landing= was given, and the backend packs its landing memory",
+        "another communicator of that name is open on this control plane",
+        "device_group= is missing, or is not the group of the members, for a backend that needs it",
+        "an observer was given to a second communicator",
+    ],
     solutions=[
         "correct the argument that the message names",
-        "close the communicator of that name first, or give the new one a name= of its own, equal on all ranks",
+        "close the other communicator first, or give the new one another name=, equal on all ranks",
     ],
 )
 _add(
@@ -186,7 +191,7 @@ _add(
     "EPLB-C013",
     "Cannot write a new backend: {problem}.",
     meaning="'eplb new-backend' writes a distribution into a new or empty folder, under a name that nobody has.",
-    when="In 'eplb new-backend': before anything is written, but for a folder that cannot be written to.",
+    when="In 'eplb new-backend'. Nothing has been written, except where the folder turns out not to be writable.",
     situations=[
         "the folder holds files already, or cannot be made",
         "the name has characters that no package name may have, or does not start with a letter",
@@ -232,11 +237,12 @@ _add(
 _add(
     "EPLB-D001",
     "Plugin {entry_point!r} of {distribution} {version} was skipped: {reason}.",
-    meaning="An installed plugin could not be loaded. Everything else goes on without it.",
-    when="In discover(); raised with EPLB_STRICT=1, or as the cause when the plugin's backend is asked for by name.",
+    meaning="An installed plugin could not be loaded. The other plugins are used without it.",
+    when="In discover(), as a failure of the catalogue. Raised with EPLB_STRICT=1, and as the cause of EPLB-C006 when "
+    "the plugin's backend is asked for by name.",
     situations=[
         "the plugin's module raises while it is imported",
-        "a hook is misspelt, lacks @hookimpl, or takes an argument the contract does not offer",
+        "a hook is misspelt, lacks @hookimpl, or takes an argument that the contract does not have",
         "the plugin was built for another API version",
     ],
     solutions=[
@@ -248,7 +254,8 @@ _add(
 _add(
     "EPLB-D002",
     "{kind} {name!r} is claimed by more than one distribution: {claimants}.",
-    meaning="Two installed distributions offer the same name; a guess could move weights with the wrong one.",
+    meaning="Two installed distributions offer the same name. None is taken: a guess could move weights with the wrong "
+    "one.",
     when="When that name is selected (the automatic choice skips it); in discover() with EPLB_STRICT=1.",
     situations=[
         "a fork of a plugin is installed beside the original",
@@ -257,36 +264,40 @@ _add(
     ],
     solutions=[
         "pip uninstall all but one of the distributions named; the message says in which folder each was found",
-        "for staging allocators and policies, EPLB_PLUGINS can leave out the entry point you do not want",
+        "where the entry points have different names, list in EPLB_PLUGINS only the one you want",
     ],
 )
 _add(
     "EPLB-D003",
     "Backend {backend} could not be loaded: {reason}.",
     meaning="The backend's class could not be imported, is incomplete, or is not the only implementation of its hooks.",
-    when="When the Communicator is built, after the backend was chosen. Another backend is never taken instead.",
+    when="When the Communicator is built, after the backend was chosen; and at a call whose hook returns something "
+    "else than the contract says. Another backend is never taken instead.",
     situations=[
-        "a hook lacks @hookimpl",
-        "an observer without wrapper=True",
+        "a hook lacks @hookimpl, or returns nothing",
+        "an observer implements a hook without wrapper=True",
         "the target named by the plugin does not exist",
     ],
-    solutions=["correct the class the message names", "run 'eplb verify NAME' where the testing extra is installed"],
+    solutions=[
+        "correct the class that the message names",
+        "run 'eplb verify NAME' where the testing extra is installed",
+    ],
 )
 _add(
     "EPLB-D004",
     "Backend {backend} failed its probe: {reason}.",
     meaning="The backend's library is present but does not work on this machine.",
-    when="When the Communicator is built, before the backend is; also in 'eplb backends --probe'.",
-    situations=["a driver is missing or too old", "a transport that was required is not available"],
+    when="When the Communicator is built, before the backend is built; also in 'eplb backends --probe'.",
+    situations=["a driver is missing or too old", "a transport that the options require is not available"],
     solutions=["follow the reason given", "run 'eplb backends --probe'", "name another backend"],
 )
 _add(
     "EPLB-D005",
     "EPLB_PLUGINS names {entry_point!r}, which no installed distribution offers.",
-    meaning="The environment variable allows an entry point of the group eplb_core.plugins that does not exist here.",
+    meaning="EPLB_PLUGINS lists an entry point of the group eplb_core.plugins that does not exist here.",
     when="In discover(), as a failure of the catalogue; raised only when EPLB_STRICT=1.",
     situations=["a misspelt name", "the plugin is installed in another environment"],
-    solutions=["correct EPLB_PLUGINS: names of entry points, comma-separated", "pip install the plugin"],
+    solutions=["correct EPLB_PLUGINS: a comma-separated list of entry points", "pip install the plugin"],
 )
 _add(
     "EPLB-D006",
@@ -302,8 +313,8 @@ _add(
 _add(
     "EPLB-M001",
     "Tensor {key} cannot be registered: {problem}.",
-    meaning="An expert weight has a memory layout whose rows cannot be moved as bytes.",
-    when="When the Communicator is built, on the rank that holds the tensor; its peers learn it at connect.",
+    meaning="The memory layout of an expert weight does not allow its rows to be moved as bytes.",
+    when="When the Communicator is built, on the rank that holds the tensor. The others get EPLB-M006 when they meet.",
     situations=[
         "a strided view, or an expanded tensor with stride 0",
         "the expert axis is not the slowest in memory",
@@ -315,23 +326,23 @@ _add(
     "EPLB-M002",
     "{label} EPLB metadata key mismatch with rank {peer}: local={local}, peer={remote}",
     meaning="Two ranks registered different sets of (layer, tensor).",
-    when="At connect, on every rank, before any byte moves.",
+    when="When the members meet, before any byte moves, on every rank.",
     situations=["ranks loaded different models or quantisations", "tensor_names differ between ranks"],
     solutions=["register the same tensors in the same order on every rank"],
 )
 _add(
     "EPLB-M003",
     "{label} EPLB nbytes_per_expert mismatch for {key} with rank {peer}: local={local}, peer={remote}",
-    meaning="One expert's row has another size on another rank.",
-    when="At connect, on every rank, before any byte moves.",
+    meaning="Rows of one tensor have different sizes on two ranks.",
+    when="When the members meet, before any byte moves, on every rank.",
     situations=["different dtype or quantisation between ranks", "a tensor-parallel shard of another width"],
     solutions=["make shapes and dtypes of the experts equal on all ranks"],
 )
 _add(
     "EPLB-M004",
     "{label} EPLB {field} mismatch with rank {peer}: local={local}, peer={remote}",
-    meaning="Two ranks disagree about something that must be equal before bytes may move.",
-    when="At connect, on every rank, before any byte moves.",
+    meaning="Two ranks differ in something that must be equal before bytes may move.",
+    when="When the members meet, before any byte moves, on every rank.",
     situations=[
         "different plugin or core versions on two nodes",
         "ranks chose different backends because a library is missing on one node",
@@ -346,36 +357,36 @@ _add(
 _add(
     "EPLB-M005",
     "Refused a message from rank {peer}: {problem}.",
-    meaning="A control message was damaged, truncated, swapped or stale, and nothing in it was believed.",
-    when="Whenever a message is read from the store.",
+    meaning="A control message was damaged, truncated, stale or written by another rank. Nothing in it was used.",
+    when="Whenever a message of another rank is read, from the store or by a backend.",
     situations=["two jobs share a store and a communicator name", "a proxy or a bug altered the bytes"],
     solutions=["give each job a store, or a prefix, of its own", "give each communicator of a process its own name"],
 )
 _add(
     "EPLB-M006",
     "Rank {rank} could not take part: {reason}",
-    meaning="A rank failed before or during connect, and says why.",
-    when="At connect, on every other rank.",
-    situations=["that rank's tensors were refused at registration", "its backend could not be built"],
+    meaning="A rank could not be built or could not connect, and gave its reason.",
+    when="When the members meet, on every other rank.",
+    situations=["that rank's tensors were refused (EPLB-M001)", "its backend could not be built"],
     solutions=[
-        "mend what the reason names on that rank",
-        "then build the communicator again on every rank, or rebuild()",
+        "on that rank, correct what the reason names",
+        "then build the communicator again on that rank, and call rebuild() on the others",
     ],
 )
 
 _add(
     "EPLB-M007",
     "Tensor {key} of rank {rank} has other memory than was registered: {problem}.",
-    meaning="The host gave a registered tensor new memory, so rows would be read from, and written to, memory that the"
-    " model no longer uses.",
+    meaning="The host gave a registered tensor new memory. Rows would be read from and written to memory that the "
+    "model no longer uses.",
     when="In begin() and rearrange(), on every rank, before a byte moves.",
     situations=[
-        "tensor.data was assigned, or set_() called, by a reload or an offload of the weights",
-        "the storage was resized to nothing by a sleep mode",
+        "a reload or an offload of the weights assigned tensor.data or called set_()",
+        "a sleep mode resized the storage to 0 bytes",
     ],
     solutions=[
-        "copy new values into the registered tensors (copy_), and say so with reloaded(map)",
-        "or close the communicator before weights move, and build it again after",
+        "copy new values into the registered tensors (copy_), then call reloaded(map) on every rank",
+        "or close the communicator before the memory changes, and build it again afterwards",
     ],
 )
 
@@ -385,10 +396,11 @@ _add(
     "EPLB-P001",
     "Invalid physical_to_logical_map: {problem}.",
     meaning="A map has the wrong shape, type or values.",
-    when="In begin() and rearrange(), on every rank, before any byte moves.",
+    when="In begin() and rearrange(), on every rank, before any byte moves. In reloaded() and in the functions of "
+    "eplb_core.balancing, locally.",
     situations=[
         "fewer layers than were registered",
-        "a column count that is not world size times local experts",
+        "a number of columns other than world size times local physical experts",
         "ids below -1",
     ],
     solutions=["pass integer arrays [num_moe_layers, num_physical_experts] with -1 for empty slots"],
@@ -400,17 +412,20 @@ _add(
     when="In begin() and rearrange(), on every rank, before any byte moves.",
     situations=[
         "old and new map were swapped",
-        "the old map is not what the ranks really hold",
+        "the old map is not what the ranks hold",
         "a dead rank held the last replica",
     ],
-    solutions=["pass the map of the last report as old_map", "load the expert from a checkpoint first"],
+    solutions=[
+        "pass report.physical_to_logical_map of the last report as old_map",
+        "load the expert into a row first, and call reloaded(map) on every rank",
+    ],
 )
 _add(
     "EPLB-P003",
     "Ranks were given different {what}.",
-    meaning="The ranks do not agree on the maps of this rearrangement, so moving anything would corrupt weights.",
-    when="At agree, on every rank, before any byte moves. The communicator stays usable.",
-    situations=["the policy ran on different statistics per rank", "one rank is a rearrangement ahead"],
+    meaning="Maps of this rearrangement differ between ranks. Moving rows by them would corrupt weights.",
+    when="In begin() and rearrange(), on every rank, before any byte moves. The communicator stays usable.",
+    situations=["the policy ran on different statistics on each rank"],
     solutions=["compute the map on one rank and broadcast it", "reduce the statistics over all ranks first"],
 )
 _add(
@@ -421,54 +436,59 @@ _add(
     situations=[
         "stage() of a layer that is not next",
         "commit() of a layer that was not staged",
-        "begin() inside an open generation",
+        "begin() while another rearrangement is open",
+        "a call from inside another one, as a signal handler makes",
     ],
-    solutions=["stage the layers of gen.layers in order, commit each, then end()"],
+    solutions=["stage the rearrangement's layers in order, commit each, then call end()"],
 )
 _add(
     "EPLB-P005",
     "Layer {layer}: the plan needs rank {rank}, which is not a member.",
     meaning="After a rebuild without some ranks, a map still puts experts on one of them or reads from it.",
     when="In begin() and rearrange(), on every rank, before any byte moves.",
-    situations=["the map was not made anew after a rank was lost"],
-    solutions=["put -1 into the columns of the absent rank in the new map", "or rebuild with that rank back"],
+    situations=["the policy was not told that a rank was lost"],
+    solutions=[
+        "put -1 into the columns of the absent rank in the new map",
+        "or rebuild() with that rank among the members",
+    ],
 )
 _add(
     "EPLB-P006",
     "No placement can be made: {problem}.",
-    meaning="A load or the sizes given to a placement function cannot describe experts spread over ranks.",
-    when="In rebalance_experts(), balancedness() and align(), locally.",
-    situations=["physical experts are no multiple of the ranks", "a load with NaN or negative counts"],
+    meaning="The load or the sizes given to a function of eplb_core.balancing do not fit each other.",
+    when="In rebalance_experts(), balancedness() and align(), on the rank that calls them.",
+    situations=["the number of physical experts is no multiple of the ranks", "a load holds NaN or negative counts"],
     solutions=["correct the argument that the message names"],
 )
 
 _add(
     "EPLB-P007",
     "A plan cannot be made: {problem}.",
-    meaning="What a plan is made for does not fit the maps or the group: members, nodes, a layer, a rank or a limit.",
-    when="When maps become a plan, or a plan one rank's share of a layer; before any byte moves.",
+    meaning="An argument of a planning function does not fit the maps or the group: members, nodes, a layer, a rank or "
+    "a limit.",
+    when="In the functions of eplb_core.plan, before any byte moves.",
     situations=[
         "a topology with an entry too few or too many",
-        "a member that is no rank of the group",
+        "a member that is not a rank of the group",
         "a limit of zero",
     ],
-    solutions=["correct what the message names", "give one node per rank, absent ranks included"],
+    solutions=["correct the argument that the message names", "give one node for each rank, absent ranks included"],
 )
 
 _add(
     "EPLB-P008",
     "The old map is not what rank {rank} holds: it differs first in layer {layer}, at slot {slot} "
     "(held {held}, given {given}).",
-    meaning="After a first rearrangement the communicator knows which expert every row holds. A plan made of another"
-    " old map would read the wrong rows.",
+    meaning="After the first rearrangement the communicator knows which expert every row holds. A plan made from "
+    "another old map would read wrong rows.",
     when="In begin() and rearrange(), on every rank, before a byte moves.",
     situations=[
-        "the same call is repeated after some layers were committed and a later one failed",
-        "the host rewrote the weights, by a reload, and did not say so",
+        "the same call was repeated after some layers were committed and a later one failed",
+        "the host reloaded the weights and did not call reloaded()",
         "the map was kept from before a rebuild",
     ],
     solutions=[
-        "pass report.physical_to_logical_map, of the error or of the communicator, as the old map",
+        "pass report.physical_to_logical_map, from the error or the communicator, as the old map",
         "call reloaded(map) on every rank after rewriting the weights",
     ],
 )
@@ -495,7 +515,7 @@ _add(
     when="In wait, on the rank that saw it; every rank aborts the layer with it.",
     situations=["a peer died", "a link or a NIC failed", "memory was unregistered under the transfer"],
     solutions=[
-        "look for the first error of the rank the message names",
+        "look for the first error in the log of the rank that the message names",
         "rebuild() and go on",
         "run 'eplb backends --probe'",
     ],
@@ -504,45 +524,57 @@ _add(
     "EPLB-T002",
     "Stalled for {seconds:.1f} s in {where}, waiting for {waiting_for}.",
     meaning="A wait ran out of time: a peer is stopped, hung, or did not make the same call.",
-    when="In any wait, after timeout_s; every live rank aborts with the same text.",
+    when="In any wait, after timeout_s. In a rearrangement every live rank raises the same text; when the members "
+    "meet, each rank has a limit of its own.",
     situations=[
         "a rank is stopped or swapped out",
-        "at connect: a name server that does not answer; torch looks up each address it meets, 5 s each time",
+        "while connecting: a name server does not answer; torch looks up each address, which takes 5 s each time",
         "ranks did not all call rearrange",
         "timeout_s is too short for this link",
     ],
     solutions=[
         "look at the rank that is named first",
         "py-spy dump its process",
-        "raise timeout_s if the transfer was moving",
+        "raise timeout_s if the transfer was making progress",
     ],
 )
 _add(
     "EPLB-T003",
     "Rank {rank} is gone ({where}).",
-    meaning="A rank's process ended: its connection to the ring closed without a goodbye.",
-    when="In any wait, within seconds, on every survivor.",
-    situations=["killed by the OOM killer or an operator", "crashed in a kernel"],
-    solutions=["look for that rank's own log", "rebuild(ranks=...) with the survivors"],
+    meaning="The process of a rank ended: its connections of the ring closed without a goodbye.",
+    when="In any wait, within seconds, on every other rank.",
+    situations=[
+        "the OOM killer or an operator killed it",
+        "it crashed",
+        "its communicator was dropped without close()",
+    ],
+    solutions=[
+        "read the log of that rank",
+        "call rebuild(timeout_s, ranks=...) with the ranks that are left, on all of them",
+    ],
 )
 _add(
     "EPLB-T004",
     "Communicator {name!r} is unusable since {where}: {reason}",
-    meaning="An earlier failure left transfers that could not be drained, so nothing may move until rebuild().",
+    meaning="The communicator is poisoned by an earlier failure, which the message quotes. Nothing moves until "
+    "rebuild().",
     when="At every use after the failure, at once.",
-    situations=["a rank died or stalled in the middle of a layer"],
-    solutions=["call rebuild(timeout_s, ranks=...) on all survivors", "or close(force=True) and build a new one"],
+    situations=["a rank died or stalled", "the store was lost", "connecting failed", "a call was interrupted (Ctrl-C)"],
+    solutions=[
+        "call rebuild(timeout_s, ranks=...) on all ranks that are left",
+        "or close(force=True) and build a new communicator",
+    ],
 )
 _add(
     "EPLB-T005",
     "The store is lost in {where}: {problem}. Layers in doubt: {layers}.",
-    meaning="The process that hosts the store is gone, so the outcome of the layers named is not known here.",
-    when="At any store operation, and when a connection to the store is opened: at once where its process is gone, "
-    "after timeout_s where that process is stopped.",
+    meaning="The store does not answer, so the outcome of the layers in doubt is not known on this rank.",
+    when="At any store operation, and when a connection to the store is opened: at once if the process that hosts the "
+    "store is gone, after timeout_s if it is stopped.",
     situations=[
-        "the store's host rank was killed, or ended without waiting for the others",
+        "the process that hosts the store was killed, or ended before the others were done",
         "it is stopped or swapped out",
-        "the network to it broke",
+        "the network connection to it broke",
     ],
     solutions=[
         "rebuild(timeout_s, control=ControlPlane.from_store(new_store, ...), ranks=...) settles the layers in doubt"
@@ -551,25 +583,36 @@ _add(
 _add(
     "EPLB-T006",
     "The commit of layer {layer} failed on rank {rank}: {reason}. The weights of this rank are invalid.",
-    meaning="A copy into the live weights raised, so this rank's layer is neither old nor new.",
-    when="In commit, on that rank alone; its peers see it as gone.",
+    meaning="A copy into the live weights failed, so this rank's layer is partly old and partly new.",
+    when="In commit(), on that rank alone; also in rebuild(), when a layer in doubt is committed. For the other ranks "
+    "it is gone (EPLB-T003).",
     situations=["a device error", "the host freed or resized a registered tensor"],
-    solutions=["end this process and load its weights again", "rebuild(ranks=...) on the others"],
+    solutions=[
+        "end this process, and load its weights again in a new one",
+        "rebuild(timeout_s, ranks=...) on the others",
+    ],
 )
 _add(
     "EPLB-T007",
     "Rank {rank} failed in {where}: {reason}",
-    meaning="A rank could not do its part and said why; nobody committed the layer.",
-    when="On every rank, at once.",
-    situations=["an exception in a backend, an observer or the host"],
-    solutions=["mend what the reason names", "the placement that holds is in .report; rearrange again"],
+    meaning="A rank could not do its part and gave its reason. The layer, or the whole call, was aborted on every "
+    "rank.",
+    when="On every rank, as soon as each learns of it.",
+    situations=[
+        "a backend, an observer or the host raised an exception",
+        "a rank closed its communicator, or was interrupted (Ctrl-C), while the others went on",
+    ],
+    solutions=[
+        "correct what the reason names",
+        "rearrange again from report.physical_to_logical_map; rebuild() first where the communicator is poisoned",
+    ],
 )
 _add(
     "EPLB-T008",
     "Communicator {name!r} is closed.",
     meaning="A call came after close().",
-    when="At the call, locally.",
-    situations=["a worker thread outlived the communicator"],
+    when="At the call, on this rank.",
+    situations=["a worker thread still uses the communicator"],
     solutions=["build a new communicator"],
 )
 _add(
@@ -577,14 +620,23 @@ _add(
     "Rebuild refused: {problem}.",
     meaning="rebuild() cannot make the communicator usable again in this process.",
     when="In rebuild().",
-    situations=["as much landing memory is quarantined as the limit allows", "a landing= of the host is quarantined"],
-    solutions=["restart the process", "give a new landing="],
+    situations=[
+        "as much landing memory is quarantined as the limit allows",
+        "the landing= that the host gave is quarantined",
+        "the weights of this rank are invalid (EPLB-T006)",
+        "ranks= does not hold this rank, or control= gives it another number",
+    ],
+    solutions=[
+        "correct ranks= or control=",
+        "pass a new landing= to rebuild()",
+        "otherwise restart the process",
+    ],
 )
 
 _add(
     "EPLB-T010",
     "Staging memory: {problem}.",
-    meaning="Landing or send buffers could not be allocated, or a block was given back wrongly.",
+    meaning="Landing or send buffers could not be allocated, or a backend released a block that it must not release.",
     when="When the Communicator is built or rebuilt, in register_buffers, or when a backend releases a block.",
     situations=[
         "too little host or device memory for staging_layers slots of the largest layer",
@@ -601,7 +653,7 @@ _add(
 _add(
     "EPLB-T011",
     "Checksum mismatch in layer {layer}: {what}, landed on rank {dst} otherwise than rank {src} sent it.",
-    meaning="A row's digest at its source and where it landed differ; no rank committed the layer.",
+    meaning="The digest of a row where it landed differs from its digest at the source. No rank committed the layer.",
     when="At the vote on a layer, on every rank, with the observer Checksums.",
     situations=[
         "a faulty backend, link or memory",
@@ -609,62 +661,64 @@ _add(
         "an injected corruption",
     ],
     solutions=[
-        "run again over another backend to see whether the backend is to blame",
-        "keep weights as they are between begin() and commit()",
+        "run again with another backend to see whether the backend is the cause",
+        "do not write weights between begin() and commit()",
         "report it to the backend's author with the ranks, tensor and row named",
     ],
 )
 _add(
     "EPLB-T012",
     "The checksums of layer {layer} are incomplete: {problem}.",
-    meaning="A row's digest is missing at one of its ends, so the layer was neither verified nor committed.",
+    meaning="The digest of a row is missing at its source or destination, so the layer was neither verified nor "
+    "committed.",
     when="At the vote on a layer, on every rank, with the observer Checksums.",
-    situations=["the observer was given to some ranks' communicators only", "ranks run different versions of it"],
+    situations=["only some ranks gave their communicator the observer", "ranks run different versions of it"],
     solutions=["give every rank of the communicator a Checksums observer, or none"],
 )
 
 _add(
     "EPLB-T013",
     "Communicator {name!r} belongs to process {pid}, which made it.",
-    meaning="This process was forked from the one that made the communicator, whose connections stay with that one.",
-    when="At any call in the forked process, locally; the communicator of its parent is not touched.",
+    meaning="This process was forked from the one that made the communicator. The connections belong to the parent.",
+    when="At any call in the forked process. The parent's communicator is not affected.",
     situations=["os.fork, or multiprocessing with the fork method, after the communicator was built"],
     solutions=["start processes with the spawn method", "or fork before the communicator is built"],
 )
 _add(
     "EPLB-T016",
     "A commit stands in a vote in which rank {rank} cast no ballot, in {where}.",
-    meaning="The decision was made without this rank, so it says nothing of this rank's rows and is not obeyed.",
-    when="While a vote is waited for, on the rank that finds it; its weights are untouched.",
-    situations=["another program writes into the keys of the communicator"],
+    meaning="The decision was made without this rank, so it cannot be about its rows, and it is not obeyed.",
+    when="While this rank waits for a vote. Its weights are not touched.",
+    situations=["another program, or another group, writes the communicator's keys"],
     solutions=["give each communicator a store, or a prefix of one, of its own", "rebuild()"],
 )
 _add(
     "EPLB-T015",
     "Another process is this rank already: {process} is rank {rank} of communicator {name!r} in this store.",
-    meaning="Two processes take part as one rank; only one of them can. Nothing was moved by the one that says so.",
-    when="At connect or rebuild, on the rank that came second, or whose place was taken while it waited.",
+    meaning="Two processes act as the same rank, and only one can take part. The one that raises this has moved "
+    "nothing.",
+    when="When the members meet, on the process that came second, or on the first when the second took its place.",
     situations=[
         "two expert-parallel groups share one store and one name",
-        "a rank was restarted while its old process still lives, stopped or hanging",
+        "a rank was restarted while its old process still exists, stopped or hanging",
         "two communicators of one name are open in one process",
     ],
     solutions=[
         "give each group a store of its own: dist.PrefixStore(group_name, store)",
         "give each communicator of a group its own name=",
-        "end the old process, then call again",
+        "end the old process and call again",
     ],
 )
 
 _add(
     "EPLB-T014",
     "Rank {rank} could not reach rank {peer} at {at}: {reason}.",
-    meaning="The connection by which a rank watches whether its neighbour is alive could not be made.",
-    when="At connect and rebuild, once the addresses of all ranks are known; every rank raises it.",
+    meaning="A connection of the ring, by which ranks notice deaths, could not be made.",
+    when="When the members meet, once the addresses of all ranks are known; every rank raises it.",
     situations=[
         "a firewall drops or refuses connections to the peer's port, which the system chose",
         "the peer's host= is an address that this rank's network does not reach",
-        "the peer's process ended meanwhile ('refused')",
+        "the peer's process ended meanwhile (the reason is 'refused')",
     ],
     solutions=[
         "from the rank's machine, try the address: 'nc -vz HOST PORT' while the peer listens",
@@ -713,46 +767,46 @@ _add(
 _add(
     "EPLB-B002",
     "Endpoint not ready after {0}s: {1}",
-    meaning="A rank of the bench did not come up in time.",
-    when="While a bench starts.",
-    situations=["too many ranks for this machine"],
-    solutions=["use fewer ranks"],
+    meaning="A rank's process could not be started. The text is known from other tools; no time has passed.",
+    when="In 'eplb demo' and in eplb_core.testing, while ranks are started; those already started are ended.",
+    situations=["the limit of processes (ulimit -u) or the memory of this machine is used up"],
+    solutions=["use fewer ranks", "raise the limit that the message names"],
 )
 _add(
     "EPLB-B003",
     "Configuration error: {0}",
-    meaning="What a command was asked for does not fit together, or does not fit this machine.",
+    meaning="The options of a command do not fit each other, or do not fit this machine.",
     when="In 'eplb demo', before any rank starts.",
     situations=[
         "an unknown preset, or a checkpoint together with options of presets",
-        "ranks that do not divide the experts, or more layers, experts or ranks than memory holds",
+        "ranks that do not divide the experts, or more layers, experts or ranks than fit into memory",
     ],
     solutions=["change the option that the message names", "'eplb demo --help' lists them with their defaults"],
 )
 _add(
     "EPLB-B004",
     "IO error: {0}",
-    meaning="A file of the bench, or a trace, could not be read or written.",
-    when="While a bench or demo reads or writes a file, in ChromeTrace.write and in merge_traces.",
-    situations=["a missing folder or permission"],
-    solutions=["check the path"],
+    meaning="A file of a checkpoint or a trace could not be read or written.",
+    when="While 'eplb demo' reads a checkpoint, in ChromeTrace.write and in merge_traces.",
+    situations=["a folder or file is missing", "the permission is missing"],
+    solutions=["check the path that the message names"],
 )
 _add(
     "EPLB-B005",
     "JSON error: {0}",
-    meaning="A file that should hold JSON does not, or not what belongs there.",
-    when="While a bench or demo reads a file, and in merge_traces.",
-    situations=["a truncated result file or checkpoint config"],
+    meaning="A file that should hold JSON holds none, or holds other data than expected.",
+    when="While 'eplb demo' reads a checkpoint, and in merge_traces.",
+    situations=["a truncated trace", "a truncated config.json or index of a checkpoint"],
     solutions=["write the file again"],
 )
 _add(
     "EPLB-B006",
     "Verification failed: {0} of {1} rows on rank {2} hold wrong bytes.",
-    meaning="After weights moved, rows do not hold the logical experts that the placement puts there.",
+    meaning="After a rearrangement, rows do not hold the logical experts that the placement puts there.",
     when="In 'eplb demo', after a rearrangement that reported success, on the ranks that hold such rows.",
     situations=["a faulty backend", "a checkpoint that changed while the demo ran", "faulty memory"],
     solutions=[
-        "run again with another --backend to see whether the backend is to blame",
+        "run again with another --backend to see whether the backend is the cause",
         "report it to the backend's author with the line that names the first row",
     ],
 )

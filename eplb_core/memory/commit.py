@@ -21,14 +21,16 @@ from eplb_core.memory.landing import LandingMemory
 class CommitCopies:
     """The copies of one layer's commit, ready to run: steps in order, each a list of (to, from) rows.
 
-    Built before the vote, so that a commit allocates nothing and checks nothing.
-
     Parameters
     ----------
     steps : tuple of (list of torch.Tensor, list of torch.Tensor)
         Destinations and sources of each step; the copies of a step are independent of each other.
     nbytes_local : int
         Bytes of rows that come from this rank itself.
+
+    Notes
+    -----
+    They are built before the vote, so that a commit allocates and checks nothing.
     """
 
     steps: tuple[tuple[list[torch.Tensor], list[torch.Tensor]], ...]
@@ -41,7 +43,7 @@ class CommitCopies:
 
 
 NOTHING = CommitCopies((), 0)
-"""The commit of a layer whose transfer did not come to be."""
+"""The commit of a layer whose transfer was never started."""
 
 
 def commit_copies(
@@ -52,7 +54,7 @@ def commit_copies(
     landing: LandingMemory,
     slot: int,
 ) -> CommitCopies:
-    """Lay out the commit of one layer on this rank: local copies level by level, received rows, duplicates of these.
+    """Lay out the commit of one layer on this rank: local copies by level, received rows, then duplicates of these.
 
     Notes
     -----

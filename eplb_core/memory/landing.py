@@ -60,8 +60,8 @@ class LandingMemory:
 
         Notes
         -----
-        Saving one of its rows opens a cycle of local moves. A tensor gets its spare row when the first commit that
-        needs one is laid out, before the vote: a commit allocates nothing.
+        A cycle of local moves is broken by saving one of its rows. A tensor gets its spare row when the first commit
+        that needs one is laid out, before the vote: a commit allocates nothing.
         """
         spare = self._spare.get(tensor)
         if spare is None:
@@ -84,11 +84,11 @@ class LandingMemory:
         return [slot_bytes[start:end] for start, end in zip(receives.landing_offset.tolist(), ends, strict=True)]
 
     def release(self, events: Mapping[int, object] | None = None, rest: object | None = None) -> None:
-        """Give the slots back to their allocator, each guarded by the event after which nothing touches it.
+        """Give the slots back to their allocator, each with the event after which nothing touches it.
 
         Notes
         -----
-        ``events`` is by slot, ``rest`` is for all other slots; None: nothing touches them now.
+        ``events`` holds the event of each slot, ``rest`` that of all other slots; None: nothing touches them now.
         """
         blocks, self._blocks, self.slots = self._blocks, [], []
         for slot, block in enumerate(blocks):

@@ -1,4 +1,4 @@
-"""Memory that a transfer may still write: kept, with all that refers to it, until the process ends."""
+"""Memory that a transfer may still write; it is kept until the process ends."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from eplb_core.report import StagingStats
 
 
 class TorchStaging:
-    """Landing and send buffers from torch's allocators, which keep their own pools of device and of pinned memory.
+    """Landing and send buffers from torch's allocators, which pool device memory and pinned memory themselves.
 
     Notes
     -----
@@ -30,7 +30,7 @@ class TorchStaging:
 
     @classmethod
     def probe(cls, device: torch.device) -> Mapping[str, str]:
-        """Allocate a little host memory for weights on a device, and say whether torch pins it."""
+        """Allocate a little host memory for weights on a device, and report whether torch pins it."""
         staging = cls(device)
         staging.allocate(64, torch.device("cpu"))
         return {"torch": torch.__version__, "host memory": "pinned" if staging.pins_host_memory else "not pinned"}
@@ -45,7 +45,7 @@ class TorchStaging:
             raise TransferError("EPLB-T010", problem=f"{device} was asked for where the weights are on {self.device}")
         self._accounts.let_go()
         try:
-            # Outside of inference mode, whatever the host builds in: a block made there could not be written later.
+            # Outside of inference mode: a block made inside it could not be written later.
             with torch.inference_mode(mode=False):
                 data = (
                     _pinned(nbytes, self.device)
@@ -55,14 +55,14 @@ class TorchStaging:
         except RuntimeError as error:
             held = self.stats()
             problem = (
-                f"{nbytes} bytes on {device} could not be had beside {held.nbytes_in_use} in use and"
+                f"{nbytes} bytes on {device} could not be allocated beside {held.nbytes_in_use} in use and"
                 f" {held.nbytes_pool} waiting for an event"
             )
             raise TransferError("EPLB-T010", problem=problem, detail=str(error).partition("\n")[0]) from error
         return self._accounts.grant(data)
 
     def release(self, block: StagingBlock, event: object | None = None) -> None:
-        """Take a block back, once; its memory is kept until the event has happened, if one is given; else EPLB-T010.
+        """Take a block back, once; its memory is kept until the event given has happened. Else EPLB-T010.
 
         Notes
         -----
@@ -75,20 +75,20 @@ class TorchStaging:
 
         Notes
         -----
-        What torch's own pools round up or cache is not known here.
+        Memory that torch's own pools round up to or cache is not counted.
         """
         return self._accounts.stats()
 
 
 def _can_pin(device: torch.device) -> bool:
     if device.type == "cuda":
-        return True  # where that fails it is an error of allocate, never a reason to go on unpinned
+        return True  # if pinning fails, allocate raises; it never goes on unpinned
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
         return False
     try:
         torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True)
-    except RuntimeError:  # torch's word for an accelerator that offers no pinned memory
+    except RuntimeError:  # raised by torch for an accelerator without pinned memory
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Device streams and events, in terms that every torch accelerator has; on CPU there is nothing to wait for."""
+"""Device streams and events through the API that every torch accelerator has; on CPU there is nothing to wait for."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Streams:
         import torch
 
         event = torch.Event(device=self._device)
-        # Named, for the current stream is the calling thread's.
+        # By name, for the current stream depends on the calling thread.
         event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def wait_for(self, events: Iterable[Any]) -> None:
-        """Block this thread until events of `mark` have happened, at most the communicator's limit (EPLB-T002).
+        """Block this thread until the events have happened, at most for the communicator's limit (EPLB-T002).
 
         Notes
         -----

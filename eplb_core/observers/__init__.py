@@ -1,6 +1,6 @@
-"""Observers: each follows one communicator from beside its backend, and is handed to it as ``observers=[...]``.
+"""Observers: each watches one communicator's calls to its backend; given as ``observers=[...]``.
 
-`Observer` is the base to write one of your own on; `ChromeTrace`, `Stats` and `Checksums` are ready to use;
+`Observer` is the base of your own; `ChromeTrace`, `Stats` and `Checksums` are ready to use;
 `eplb_core.observers.prometheus` exports `Stats`; `eplb_core.testing.faults` injects faults.
 """
 

@@ -1,4 +1,4 @@
-"""The base of observers: what happens in one communicator, layer by layer, with the plan of each step at hand."""
+"""The base of observers: they follow one communicator, layer by layer, with the plan of each step."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Step:
     began_ns, ended_ns : int
         `time.perf_counter_ns`.
     receipt : TransferReceipt or None
-        What a wait that succeeded returned; else None.
+        Receipt of a wait that succeeded, else None.
     error : BaseException or None
         What the hook raised.
     aborted : bool
-        The vote's outcome.
+        Was the layer aborted?
     """
 
     name: StepName
@@ -56,15 +56,15 @@ class Step:
 
 
 class Observer:
-    """Follows one communicator. A subclass overrides the methods without an underscore or a hook's name that it needs.
+    """Follows one communicator. A subclass overrides `registered`, `starts`, `ends` or `told`, as it needs.
 
-    What `starts`, `ends` and `told` raise before a layer is decided aborts that layer on every rank. Of several
-    observers, the one given first is nearest to the backend: it acts last before a hook and first after it.
+    An exception of `starts`, `ends` or `told` before a layer is decided aborts that layer on every rank. Of several
+    observers the first is nearest to the backend: it acts last before a hook and first after it.
 
     Attributes
     ----------
     name : str
-        Under which its evidence travels; no two observers of a communicator may share one.
+        Name of its evidence in ballots; different for all observers of a communicator.
     buffers : Buffers or None
         Live rows and landing memory, once they are registered.
     """
@@ -80,16 +80,16 @@ class Observer:
     # --- for subclasses ----------------------------------------------------------------------------------------------
 
     def registered(self, buffers: Buffers) -> None:
-        """Be told of live rows and landing memory; again after a rebuild."""
+        """Called with live rows and landing memory, and again after a rebuild."""
 
     def starts(self, name: StepName, plan: TransferPlan) -> None:
-        """Be told that the hook "transfer" or "wait" is about to be called."""
+        """Called before the hook "transfer" or "wait"."""
 
     def ends(self, step: Step) -> None:
-        """Be told that a step is over, also when it failed."""
+        """Called after a step, also when it failed."""
 
     def told(self, event: Event) -> bytes | None:
-        """Be told of an event; at "vote" return evidence for this rank's ballot, or None."""
+        """Called with an event; at "vote" return evidence for this rank's ballot, or None."""
         return None
 
     # --- hooks -------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Observer:
 
     @hookimpl
     def observe(self, event: Event) -> bytes | None:
-        """Follow votes and what comes of them."""
+        """Follow votes and their outcomes."""
         if event.kind == "agree":
             self._forget()  # what an aborted rearrangement left
         layer = event.layer

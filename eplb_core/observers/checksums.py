@@ -1,4 +1,4 @@
-"""Checksums: every row that crosses ranks is compared, as it was sent and as it landed, before its layer commits."""
+"""Checksums: before a layer commits, every row that crossed ranks is compared as sent and as landed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Entries = npt.NDArray[np.void]
 
 
 class Checksums(Observer):
-    """Verifies what a backend delivers. All ranks of the communicator need one.
+    """Verifies the rows that a backend delivers. All ranks of the communicator need one.
 
     Each rank takes a digest of every live row that it sends and of every row that landed. They travel in its ballot;
     the rank that decides compares them. A row that differs is an error of every rank, and no rank commits the layer.
@@ -63,7 +63,7 @@ class Checksums(Observer):
         self._received.clear()
 
     def starts(self, name: StepName, plan: TransferPlan) -> None:
-        """Take the digests of what is sent while it travels."""
+        """Take the digests of the rows that are sent, while they are on their way."""
         if name == "wait":
             moves = plan.sends
             of_row: dict[tuple[int, int], int] = {}  # a row that goes to several ranks is read once
@@ -97,7 +97,7 @@ def digest(row: torch.Tensor) -> int:
 
 
 def compare(layer: int, evidence: Mapping[int, bytes], tensor_names: Sequence[str] = ()) -> None:
-    """Compare what every rank says it sent with what its peers say landed; ``evidence`` is by rank.
+    """Compare the digests of sent rows with those of landed rows; ``evidence`` is by rank.
 
     Notes
     -----
@@ -165,7 +165,7 @@ def _encode(entries: Entries) -> bytes:
 def _decode(rank: int, value: bytes) -> Entries:
     body = value[len(_MAGIC) :]
     if not value.startswith(_MAGIC) or len(body) % _ENTRY.itemsize:
-        raise MetadataError("EPLB-M005", peer=rank, problem=f"{len(value)} bytes that are no checksums")
+        raise MetadataError("EPLB-M005", peer=rank, problem=f"{len(value)} bytes that are not checksums")
     return np.frombuffer(body, _ENTRY)
 
 

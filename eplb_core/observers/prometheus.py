@@ -22,7 +22,7 @@ class StatsCollector(Collector):
     """Reads any number of `Stats` whenever the registry is scraped; counting itself costs nothing more.
 
     Labels are ``communicator``, ``step`` ("transfer", "wait", "vote") and ``code`` (of an error): their values are
-    few, whatever the numbers of layers, experts and ranks. Which rank a process is, the scraper knows as its target.
+    few, whatever the numbers of layers, experts and ranks. The rank of a process is known to the scraper as its target.
 
     Parameters
     ----------

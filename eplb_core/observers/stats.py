@@ -24,16 +24,16 @@ def _zeros() -> dict[str, Any]:
 
 @dataclass
 class Counts:
-    """What a `Stats` has counted at one moment. All but the first and the last two only ever rise.
+    """Counts of a `Stats` at one moment. All but the first and the last two only rise.
 
     Parameters
     ----------
     communicator : str
-        Its name; empty before the first rearrangement.
+        Name of the communicator; empty before the first rearrangement.
     rearrangements : int
-        Begun: this rank was about to cast its ballot on the maps.
+        Rearrangements begun: this rank was about to cast its ballot on the maps.
     layers_committed : int
-        On this rank.
+        Layers that this rank committed.
     aborts : dict of str to int
         Rearrangements that ended in an aborted layer, by error code.
     rows_received, rows_sent, nbytes_received, nbytes_sent : int
@@ -63,7 +63,7 @@ class Counts:
 
 
 class Stats(Observer):
-    """Counts what one communicator does; `snapshot` may be called from any thread at any time.
+    """Counts of one communicator; `snapshot` may be called from any thread at any time.
 
     Examples
     --------
@@ -117,7 +117,7 @@ class Stats(Observer):
                 counts.rows_sent += len(step.plan.sends)
 
     def told(self, event: Event) -> None:
-        """Count rearrangements and what comes of them."""
+        """Count rearrangements and their outcomes."""
         with self._lock:
             counts = self._counts
             counts.communicator = event.name

@@ -1,4 +1,4 @@
-"""Traces: where the time of a rearrangement goes, as Chrome trace JSON, which Perfetto and chrome://tracing open."""
+"""Traces of rearrangements as Chrome trace JSON, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PEER_TRACK = 16  # + 2 * peer + slot
 
 @dataclass(frozen=True)
 class _Record:
-    """One thing that happened; instants have no end."""
+    """One span or instant; instants have no end."""
 
     track: int
     name: str
@@ -185,12 +185,12 @@ class ChromeTrace(Observer):
 
 
 def merge_traces(sources: Sequence[str | os.PathLike[str]], target: str | os.PathLike[str]) -> Path:
-    """Put the files of several ranks, or communicators, side by side in one.
+    """Merge the files of several ranks or communicators into one.
 
     Parameters
     ----------
     sources : sequence of path-like
-        Written by `ChromeTrace.write`.
+        Files that `ChromeTrace.write` wrote.
     target : path-like
         The file to write.
 

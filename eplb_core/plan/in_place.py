@@ -1,4 +1,4 @@
-"""How one rank puts a layer in place: copies among its rows, in an order in which nothing is lost."""
+"""How one rank puts a layer in place: copies among its rows, in an order in which no row is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class CommitPlan:
-    """How one rank puts one layer in place: `copies` level by level, then what was received, then `duplicates`.
+    """How one rank puts one layer in place: `copies` level by level, then received rows, then `duplicates`.
 
     Read-only int64 arrays.
 
@@ -26,7 +26,7 @@ class CommitPlan:
         ``[num_levels + 1]``: level i is ``copies[level_starts[i]:level_starts[i + 1]]``. No row that a level writes is
         read or written by another copy of that level.
     duplicates : IntArray
-        ``[num_duplicates, 2]``, (destination row, received row): further rows that take what came for the latter.
+        ``[num_duplicates, 2]``, (destination row, received row): further rows that take the same received row.
     """
 
     copies: IntArray
@@ -40,8 +40,8 @@ def order_copies(destination: IntArray, source: IntArray, spare: int) -> tuple[I
     Notes
     -----
     ``destination`` and ``source`` are ``[num_copies]``, destinations all different; ``spare`` is the number of the
-    spare row. A row is written once nobody still needs what it holds, level by level. Every row has at most one source,
-    so what is then left is a set of disjoint cycles; saving one of its rows opens each.
+    spare row. A row is written once its old content is not needed any more, level by level. Every row has at most one
+    source, so the rest is a set of disjoint cycles; each is broken by saving one of its rows.
     """
     pending = dict(zip(destination.tolist(), source.tolist(), strict=True))
     readers: dict[int, int] = defaultdict(int)

@@ -1,4 +1,4 @@
-"""The maps a host gives: checked, brought into one form, and digested."""
+"""Maps from the host: checked, converted to one form, and digested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eplb_core.errors import PlanError
 def check_maps(
     old: object, new: object, *, num_layers: int, world_size: int, num_local_physical_experts: int
 ) -> tuple[IntArray, IntArray]:
-    """Check a pair of maps and bring them into one form.
+    """Check a pair of maps and convert them to one form.
 
     Parameters
     ----------
@@ -23,7 +23,7 @@ def check_maps(
         (numpy, CPU torch, nested lists), the logical expert of each slot, -1 for an empty one. Rank r owns the columns
         from ``r * num_local_physical_experts``.
     num_layers, world_size, num_local_physical_experts : int
-        What was registered.
+        Sizes of what was registered.
 
     Returns
     -------
@@ -33,7 +33,7 @@ def check_maps(
     Raises
     ------
     PlanError
-        EPLB-P001, saying which map is wrong and in what.
+        EPLB-P001; it names the map and what is wrong.
     """
     shape = (num_layers, world_size * num_local_physical_experts)
     whose = f"{num_layers} layers, {world_size} ranks x {num_local_physical_experts} local physical experts"

@@ -1,4 +1,4 @@
-"""Ranks that take part in a rearrangement: what the others hold is lost, and nothing may be asked of them."""
+"""Ranks that take part in a rearrangement; rows of the others are lost, and no plan may need them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from eplb_core.plan.replicas import Experts
 
 
 def without_absent(before: IntArray, after: IntArray, members: Sequence[int]) -> IntArray:
-    """Return `before`, ``[num_layers, world_size, num_rows]``, with the rows of ranks that are no members empty."""
+    """Return `before`, ``[num_layers, world_size, num_rows]``, with the rows of absent ranks empty."""
     world_size = before.shape[1]
     present = np.zeros(world_size, bool)
     for rank in members:
         if not 0 <= rank < world_size:
-            raise PlanError("EPLB-P007", problem=f"member {rank} is no rank of a world of {world_size}")
+            raise PlanError("EPLB-P007", problem=f"member {rank} is not a rank of a world of {world_size}")
         present[rank] = True
     asked = np.argwhere((after >= 0).any(axis=2) & ~present)
     if len(asked):
@@ -34,7 +34,7 @@ def held_nowhere(missing: Experts, old: IntArray, num_rows: int) -> PlanError:
     detail = []
     absent = np.unique(np.flatnonzero(old[layer] == expert) // num_rows).tolist()
     if absent:
-        detail.append(f"Only ranks {absent} hold it in the old map, and they are no members.")
+        detail.append(f"Only ranks {absent} hold it in the old map, and they are not members.")
     if len(missing.layer) > 1:
         detail.append(f"{len(missing.layer) - 1} more needs cannot be served.")
     return PlanError("EPLB-P002", layer=layer, expert=expert, rank=rank, detail=" ".join(detail))

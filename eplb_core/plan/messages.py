@@ -1,4 +1,4 @@
-"""How a layer's moves travel: one canonical order, cut into messages and batches, each row with its landing place."""
+"""How a layer's moves are sent: in canonical order, cut into messages and batches, with each row's landing place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eplb_core.weights.layout import LayerGeometry
 
 
 class LayerMoves(NamedTuple):
-    """What of a `TransferPlan` follows from the maps; its fields are described there."""
+    """The part of a `TransferPlan` that follows from the maps; fields as there."""
 
     sends: MoveColumns
     receives: MoveColumns
@@ -65,13 +65,13 @@ def layer_moves(
     Parameters
     ----------
     moves : Moves
-        Of all ranks.
+        The moves of all ranks.
     num_layers, world_size : int
-        How many layers, of how many ranks.
+        Number of layers, and number of ranks.
     rank : int
-        Whose shares.
+        Rank whose shares are laid out.
     geometry : LayerGeometry
-        Of every one of the layers.
+        Row sizes, the same for all of the layers.
     rules : TransferRules
         How moves are cut, and where they land.
 
@@ -84,7 +84,7 @@ def layer_moves(
     num_tensors = len(geometry.moving)
     mine = (pairs.src % world_size == rank) | (pairs.dst % world_size == rank)
     if rules.landing_layout == "packed_by_peer":
-        # What a source packs depends on all that it sends, and where a row lands on all that its receiver gets.
+        # Packing depends on everything a source sends, and the landing place on everything a receiver gets.
         rows = _rows(pairs, geometry)
         message, offset = _packed(moves, pairs, rows, geometry, rules.coalesce_nbytes)
         keep = mine[rows.pair]

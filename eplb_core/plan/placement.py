@@ -80,9 +80,9 @@ class PlacementPlan:
         Parameters
         ----------
         layer, rank : int
-            Which layer, for whom.
+            The layer, and the rank whose part of it is wanted.
         geometry : LayerGeometry
-                    The layer's tensors.
+            The layer's tensors.
         rules : TransferRules
             How its moves are cut, and where they land.
         generation, sequence, slot : int
@@ -111,10 +111,10 @@ class PlacementPlan:
         ----------
         first, stop : int
             The layers from `first` to ``stop - 1``.
-                geometry : LayerGeometry
-            The tensors of every one of them.
+        geometry : LayerGeometry
+            Row sizes, the same for all of these layers.
         rank : int
-            For whom.
+            The rank whose part is wanted.
         rules : TransferRules
             How moves are cut, and where they land.
 
@@ -154,7 +154,7 @@ class PlacementPlan:
         Parameters
         ----------
         layer, rank : int
-            Which layer, for whom.
+            The layer, and the rank whose part of it is wanted.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""What one rank sends and receives of a rearrangement, worked out for several small layers at a time."""
+"""The sends and receives of one rank, planned for several small layers at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RankMoves:
-    """What one rank sends and receives, layer by layer, worked out for several small layers at a time.
+    """The sends and receives of one rank by layer, planned for several small layers at a time.
 
     Notes
     -----
@@ -38,14 +38,14 @@ class RankMoves:
         self._known: list[LayerMoves] = []
 
     def of(self, layer: int) -> LayerMoves:
-        """Return what the rank sends and receives in a layer; in ascending order each is worked out once."""
+        """Return the rank's sends and receives in a layer; in ascending order each is planned once."""
         if not self._first <= layer < self._first + len(self._known):
             self._known = self._work_out(layer, self._stop(layer), self._geometries[layer])
             self._first = layer
         return self._known[layer - self._first]
 
     def _stop(self, first: int) -> int:
-        """Return the end of the layers that are worked out with `first`."""
+        """Return the end of the layers that are planned together with `first`."""
         geometry, starts = self._geometries[first], self._starts
         most = int(starts[first]) + self._rows_at_a_time // max(len(geometry.moving), 1)
         stop = first + 1

@@ -1,7 +1,7 @@
 """Where each row's new expert comes from: another row of its rank, or a row of a rank that holds it.
 
 Pure functions of arrays. A map has up to hundreds of thousands of slots and every rank plans for all of them, so
-everything here is a few sorts of packed integers and what can be read off the runs of equal values.
+everything here is a few sorts of packed integers, and reads the runs of equal values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Moves(NamedTuple):
 
 
 def match_within_ranks(before: IntArray, after: IntArray) -> tuple[Experts, Experts, IntArray, IntArray]:
-    """Split maps into what ranks hold, what they want from others, what they copy and what they duplicate.
+    """Split maps into experts that ranks hold, want from others, copy within, and duplicate.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""How moves are cut into messages and batches, and where they land: what both ends of a move must agree on."""
+"""The rules that both ends of a move share: how moves are cut into messages and batches, and where they land."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TransferRules:
         backend : Backend
             For its landing layout and the rows that it packs.
         info : BackendInfo
-            Of its plugin: does it need batches?
+            Declaration of the backend; it says whether batches are needed.
         config : EPLBConfig
             How large batches are.
 

@@ -1,4 +1,4 @@
-"""Agreeing: the ranks find out, before a byte moves, whether they were all given the same rearrangement."""
+"""Agree: before a byte moves, the ranks find out whether all were given the same rearrangement."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ class Proposal:
 
 
 def propose(epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Proposal | EplbError:
-    """Check memory and maps and plan the moves; what is wrong is returned, for this rank's ballot to carry.
+    """Check memory and maps, and plan the moves; an error is returned, not raised: this rank's ballot carries it.
 
-    Bad arguments of one rank must hang nobody, so nothing is raised here.
+    Notes
+    -----
+    A rank that raised here would leave the others waiting for its ballot.
     """
     layout, world_size = epoch.setup.layout, epoch.control.world_size
     members, _ = epoch.entered
@@ -69,7 +71,7 @@ def propose(epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: 
     except EplbError as error:
         detail = f"{error.detail} Found by rank {epoch.rank}.".strip()
         return error_for(error.code, *error.values, detail=detail, **error.fields)
-    except Exception as error:  # of an array of the host's own kind, say
+    except Exception as error:  # for instance from an array class of the host
         problem = f"reading them failed with {type(error).__name__}: {error}"
         return error_for("EPLB-P001", problem=problem, detail=f"Found by rank {epoch.rank}.")
     return Proposal(old, new, plan)
@@ -81,21 +83,21 @@ def agree(epoch: Epoch, proposal: Proposal | EplbError, torn: Callable[[EplbErro
     Parameters
     ----------
     epoch : Epoch
-        Entered.
+        An epoch whose members have met.
     proposal : Proposal or EplbError
-        This rank's, or why it has none.
+        Proposal of this rank, or the error that kept it from making one.
     torn : callable
-        Called with the reason when this rank leaves while the others go on, as Ctrl-C after the decision does.
+        Called with the reason when this rank leaves although the others go on: on Ctrl-C after the decision.
 
     Returns
     -------
     Proposal
-        This rank's, which is everyone's.
+        Proposal of this rank, equal to that of every other.
 
     Raises
     ------
     EplbError
-        The same on every rank: whose maps differ, or what is wrong with the arguments of one.
+        The same on every rank: which ranks' maps differ, or what is wrong with one rank's arguments.
     """
     members, watch = epoch.entered
     where = f"generation {members.generation}, phase agree"
@@ -139,7 +141,7 @@ def _compare(members: Members, proposal: Proposal, where: str) -> EplbError | No
 
 
 def _first_maps(members: Members, mine: Mapping[str, str]) -> tuple[int, Mapping[str, str]]:
-    """Store digests of this rank's maps unless another rank was first; return whose stand there, and what."""
+    """Store digests of this rank's maps unless another rank was first; return which rank was, and its digests."""
     body = json.dumps([members.rank, mine]).encode()
     sealed = members.seal("maps", body, rank=0, generation=members.generation)
     value = members.client.put_first(_first_key(members), sealed)

@@ -1,4 +1,4 @@
-"""How a rearrangement begins: the members meet if they have not, agree, and link the backends that its plan names."""
+"""How a rearrangement begins: members meet if they have not yet, agree, and link the backends of peers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def begin(lives: Lives, state: CommunicatorState, old_map: npt.ArrayLike, new_ma
     if state.held.decided:
         problem = f"begin() while layer(s) {state.held.decided} are decided and not committed"
         raise PlanError("EPLB-P004", problem=problem)
-    # What the caller has enqueued (loading weights, the last commits' copies) is done before anyone reads.
+    # Work that the caller has enqueued (loading weights, copies of the last commits) ends before any rank reads.
     streams = lives.epoch.setup.streams
     streams.wait_for([streams.mark(), *state.take_slot_events()])
     with poisoning(lives, state, "connect"):
@@ -71,7 +71,7 @@ def poisoning(lives: Lives, state: CommunicatorState, where: str) -> Iterator[No
             state.invalid = error
         state.poison(error, where)
         raise
-    except BaseException as interrupt:  # Ctrl-C, or an error of a kind that nobody expects
+    except BaseException as interrupt:  # Ctrl-C, or an unexpected error
         state.poison(error_for("EPLB-T007", rank=lives.rank, where=where, reason=repr(interrupt)), where)
         raise
 
@@ -87,7 +87,7 @@ def _agree(lives: Lives, state: CommunicatorState, old_map: npt.ArrayLike, new_m
     except StoreGone as gone:
         _lost(lives, state, gone, "agree")
     except EplbError as error:
-        # The same on all: one that comes back finds this outcome. A refusal leaves everyone where they were.
+        # The outcome is the same on all ranks; a lost one that comes back reads it. After a refusal all stay usable.
         if isinstance(error, (PeerLostError, StalledError)) or error.code == "EPLB-T016":
             state.poison(error, where)
         raise

@@ -12,7 +12,7 @@ PHASES = ("agree", "connect", "transfer", "wait", "vote", "commit")
 
 @dataclass(eq=False)
 class Counts:
-    """Of one rearrangement, from begin to end."""
+    """Seconds and bytes of one rearrangement, from begin to end."""
 
     began: float = field(default_factory=time.perf_counter)
     ended: float | None = None
@@ -23,7 +23,7 @@ class Counts:
 
     @property
     def seconds(self) -> float:
-        """From begin to end, or to now."""
+        """Seconds from begin to end, or to now."""
         return (time.perf_counter() if self.ended is None else self.ended) - self.began
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The way into an epoch: its members meet, and join in a ring, all knowing what every row holds."""
+"""Entering an epoch: the members meet, close the ring, and learn what every row holds."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _LONGEST_PAUSE_S = 10e-3
 
 
 class Entrance:
-    """The way into an epoch: the meeting, then one vote for which the ring is closed and the placement settled.
+    """Takes this rank into an epoch: a meeting, and one vote, before which the ring is closed and the placement known.
 
     Parameters
     ----------
     epoch : Epoch
-        Built and registered.
+        The epoch to enter; its backend is built and has its buffers.
     client : StoreClient
         In the namespace of the communicator.
     meeting : Meeting
-        This rank's coming.
+        This rank's part in the meeting.
     held : HeldPlacement
-        What its rows hold.
+        What this rank's rows hold.
     """
 
     def __init__(self, epoch: Epoch, client: StoreClient, meeting: Meeting, held: HeldPlacement) -> None:
@@ -54,7 +54,7 @@ class Entrance:
         self._vote: Vote | None = None
 
     def enter(self, timeout_s: float, *, everyone: bool) -> None:
-        """Meet, join, and with `everyone` link the backends of all members; collective.
+        """Meet and join; with `everyone`, also link the backends of all members. Collective.
 
         Raises
         ------
@@ -82,7 +82,7 @@ class Entrance:
     # --- the meeting -------------------------------------------------------------------------------------------------
 
     def _join(self, roll: Roll, everyone: bool) -> Joining:
-        """Take part in a roll: listen for the neighbour, show the record, and tell what is known of layers in doubt."""
+        """Join a roll: listen for the neighbour, publish this rank's record and what it knows of layers in doubt."""
         epoch, control = self._epoch, self._epoch.control
         self._abandon()
         scope = MessageScope(self._meeting.name, self._meeting.rank, roll.epoch, 0)

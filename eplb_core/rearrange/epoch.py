@@ -1,4 +1,4 @@
-"""One epoch of a communicator: its backend, built and registered, its landing memory, and the members once they met."""
+"""One epoch of a communicator: its backend, its landing memory, and the members once they have met."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ if TYPE_CHECKING:
 
 
 class Epoch:
-    """A backend, built and registered for one epoch, and the talk with its members.
-
-    Building one is local: ranks may build theirs minutes apart, and meet afterwards.
+    """The backend and landing memory of one epoch, and the connection to its members.
 
     Parameters
     ----------
     setup : Setup
-        What it is made of.
+        Backend class, options, layout and allocator.
     control : ControlPlane
-        The store, and this rank.
+        The store, and the number of this rank.
     members : sequence of int
         Ranks that are to take part, ascending.
     device_group : ProcessGroup or None
@@ -39,12 +37,12 @@ class Epoch:
     host_landing : list of list of torch.Tensor or None
         The host's own landing rows.
     leaving : callable
-        Says why this rank gives up what it is doing, if another thread closes the communicator.
+        Returns the reason to give up, once another thread closes the communicator.
 
     Attributes
     ----------
     members : Members or None
-        Who met; None before.
+        The members, once they have met; None before.
     watch : Diagnosis or None
         This rank's watch over them.
     nodes : tuple of int or None
@@ -54,14 +52,18 @@ class Epoch:
     exchanged : bool
         Has ``exchange_metadata`` been called?
     retired : bool
-        Has it ended?
+        Has the epoch ended?
     connects : int
-        Calls of ``connect`` in the generation at hand, the same on every member.
+        Calls of ``connect`` in the current generation; equal on all members.
 
     Raises
     ------
     EplbError
         The backend could not be built or refused the buffers.
+
+    Notes
+    -----
+    Building an epoch is local. Ranks may build theirs minutes apart and meet later.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class Epoch:
         try:
             self._build_backend(device_group, host_landing)
         except BaseException:
-            self.landing.release()  # nobody is connected who could write there
+            self.landing.release()  # no peer is connected yet that could write there
             raise
 
     def _build_backend(self, device_group: Any, host_landing: list[list[torch.Tensor]] | None) -> None:
@@ -136,7 +138,7 @@ class Epoch:
     # --- once they have met ------------------------------------------------------------------------------------------
 
     def met(self, members: Members, store: StoreClient) -> None:
-        """The members have met: the epoch has a number, and the backend a connection of its own to the store."""
+        """Note that the members have met: the epoch gets its number, the backend its own connection to the store."""
         self.members = members
         self._store = store
         self.watch = Diagnosis(members, self.leaving)
@@ -146,25 +148,25 @@ class Epoch:
 
     @property
     def entered(self) -> tuple[Members, Diagnosis]:
-        """The members and the watch over them, once they have met."""
+        """Return the members and the watch over them; they must have met."""
         if self.members is None or self.watch is None:
             raise RuntimeError("the members have not met")
         return self.members, self.watch
 
     @property
     def number(self) -> int:
-        """Of the epoch; 0 before the members have met."""
+        """Number of the epoch; 0 before the members have met."""
         return self.members.epoch if self.members is not None else 0
 
     def cancelled(self) -> Cancelled | None:
-        """Tell a backend's loop why it should give up, if so."""
+        """Return why a backend's loop should give up, or None."""
         return self.watch.cancelled() if self.watch is not None else None
 
     # --- the backend -------------------------------------------------------------------------------------------------
 
     @property
     def coalesce_nbytes(self) -> int:
-        """Rows below this travel packed, for backends that pack."""
+        """Size below which rows are packed into one message, for backends that pack."""
         return int(getattr(self.backend, "coalesce_nbytes", 0))
 
     @property
@@ -173,17 +175,17 @@ class Epoch:
         return dict(getattr(self.backend, "shared_options", {}))
 
     def backend_connected(self) -> bool:
-        """Tell whether what ``exchange_metadata`` began is usable."""
+        """Return whether the connections that ``exchange_metadata`` began are usable."""
         connected = getattr(self.backend, "connected", None)
         return True if connected is None else bool(connected())
 
     def close_backend(self, *, force: bool, undrained: bool) -> bool:
-        """Close the backend; True when landing and live memory are certainly not touched any more."""
+        """Close the backend; True when it certainly no longer touches landing memory and live rows."""
         answer = self.backend.close(force)
         return answer is True or (answer is not False and not undrained)
 
     def let_go(self) -> None:
-        """Drop every reference to landing memory and to the store, so that both are free without a collection."""
+        """Drop every reference to landing memory and the store, so that both are freed without a garbage collection."""
         self.hooks.close()
         self.landing.let_go()
         self.buffers.landing.clear()

@@ -1,4 +1,4 @@
-"""What happens when a step of a layer fails: all members abort it, drain what is in flight, and raise one error."""
+"""A step of a layer failed: all members abort the layer, drain transfers in flight, and raise one error."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _DRAIN_LIMIT_S = 5.0
 
 
 class FailurePath:
-    """The way out of a rearrangement that failed.
+    """Leaves a rearrangement that failed.
 
     Parameters
     ----------
     epoch : Epoch
-        Entered and agreed.
+        The epoch of the rearrangement.
     state : CommunicatorState
-        Is told what holds, and whether the communicator stays usable.
+        Told which placement holds, and whether the communicator stays usable.
     moving : MovingLayers
-        What is in flight.
+        Layers in flight.
     tell : callable
         ``tell(layer=, ok=, reason=)`` tells observers of the abort.
     """
@@ -44,14 +44,14 @@ class FailurePath:
 
     @contextmanager
     def guard(self, layer: MovingLayer, following: int | None) -> Iterator[None]:
-        """Turn whatever a step of a layer raises into its abort on every rank.
+        """Turn any exception in a step of a layer into the layer's abort on every rank.
 
         Parameters
         ----------
         layer : MovingLayer
-            Whose step it is.
+            The layer whose step is guarded.
         following : int or None
-            The layer after it: where this one turns out to be committed, that one is aborted instead.
+            The next layer; it is aborted instead when this one turns out to be committed.
         """
         try:
             yield
@@ -65,14 +65,14 @@ class FailurePath:
             raise
 
     def _aborting(self, layer: MovingLayer, following: int | None, error: Exception) -> tuple[int, Decision]:
-        """Put the abort, and return which layer it stands for."""
+        """Abort the layer, or the following one where this one is committed; return its number and the decision."""
         where = layer.where
         try:
             refusal = self._watch.diagnose(error, layer.vote, where)
             decision = layer.vote.abort(refusal.error, fatal=refusal.fatal)
             if not decision.commit:
                 return layer.number, decision
-            # Every ballot was in before, this rank's too: the layer holds. What failed since stops the next one.
+            # Every ballot was set before, this rank's too, so the layer is committed. The failure aborts the next one.
             self._moving.note_decided(layer)
             if following is None:
                 self._leave(refusal.error, where, undrained=False, poisoned=True)
@@ -82,20 +82,20 @@ class FailurePath:
         except StoreGone as gone:
             self.store_lost(gone, where)
         except Exception as second:
-            if self._state.poisoned is None:  # a commit of another life, say: nothing may stay half open
+            if self._state.poisoned is None:  # for instance EPLB-T016: nothing may stay half open
                 named = second if isinstance(second, EplbError) else refusal_of(second, self._epoch.rank, where)
                 self._leave(named, where, undrained=not self._moving.drain(str(second)), poisoned=True)
             raise
 
     def interrupted(self, layer: MovingLayer, interrupt: BaseException) -> None:
-        """Leave because of what is no failure, Ctrl-C say: tell the others, who must not wait for this rank."""
+        """Leave on Ctrl-C and the like: tell the others, so that they do not wait for this rank."""
         reason = type(interrupt).__name__
         stopped = error_for("EPLB-T007", rank=self._epoch.rank, where=layer.where, reason=reason)
         try:
             with suppress(StoreGone):  # then the others find out for themselves
                 if layer.vote.abort(stopped, fatal=True).commit:
                     self._moving.note_decided(layer)
-                    vanish(self._members)  # the vote told them nothing
+                    vanish(self._members)  # the vote did not tell them
         finally:
             self._leave(stopped, layer.where, undrained=not self._moving.drain(reason), poisoned=True)
 
@@ -110,10 +110,10 @@ class FailurePath:
             usable = not decision.fatal and self._all_drained(number, drained)
         except StoreGone:
             usable = False
-        except Exception as second:  # of the backend's progress(), say: nothing may stay half open
+        except Exception as second:  # for instance from the backend's progress(): nothing may stay half open
             self._state.note(f"draining after a failure raised {second!r}")
             usable = False
-            vanish(self._members)  # the others may have decided that all is well
+            vanish(self._members)  # the others may have voted that all is drained
         except BaseException:  # Ctrl-C
             self._leave(error, where, undrained=not drained, poisoned=True)
             raise
@@ -122,7 +122,7 @@ class FailurePath:
         raise error from cause
 
     def store_lost(self, gone: StoreGone, where: str) -> NoReturn:
-        """Leave it without the store: what was voted and not learnt stays in doubt until the members meet again."""
+        """Leave without the store: layers whose outcome is unknown stay in doubt until the members meet again."""
         doubtful = self._moving.in_doubt()
         drained = self._moving.drain("the store is lost")
         for layer in doubtful:
@@ -141,7 +141,7 @@ class FailurePath:
         self._state.ended(self._state.open)
 
     def _all_drained(self, number: int, drained: bool) -> bool:
-        """Ask the members whether every transfer everywhere is stopped."""
+        """Ask all members whether every transfer is stopped."""
         vote = self._members.vote(f"{number}/drain", f"layer {number}, phase drain")
         self._moving.votes.append(vote)
         self._watch.attend(vote)
@@ -151,5 +151,5 @@ class FailurePath:
 
 
 def refusal_of(error: Exception, rank: int, where: str) -> EplbError:
-    """Make a typed error of whatever was raised."""
+    """Make a typed error of any exception."""
     return error_for("EPLB-T007", rank=rank, where=where, reason=f"{type(error).__name__}: {error}")

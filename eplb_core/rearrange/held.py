@@ -1,4 +1,4 @@
-"""Which expert every row holds, as this rank knows it: what was committed, what is decided, and what is in doubt."""
+"""Which expert every row holds, as far as this rank knows: layers committed, decided and in doubt."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Doubt:
     Parameters
     ----------
     rearrangement : str
-        Which one; see `HeldPlacement.rearrangement`.
+        The rearrangement it belongs to; see `HeldPlacement.rearrangement`.
     layer : int
-        Its number.
+        Index of the layer.
     row : IntArray
-        ``[num_physical_experts]``, its placement if it was committed.
+        ``[num_physical_experts]``: the layer's placement if it was committed.
     copies : CommitCopies
-        Its commit, which can still be made: landing memory is kept.
+        Copies of its commit, which can still be made: landing memory is kept.
     """
 
     rearrangement: str
@@ -37,7 +37,7 @@ class Doubt:
 
 @dataclass(eq=False)
 class HeldPlacement:
-    """The placement of the bytes that now hold, over all epochs of a communicator.
+    """The placement that the rows hold now, kept over all epochs of a communicator.
 
     Parameters
     ----------
@@ -49,21 +49,21 @@ class HeldPlacement:
     world_size: int
     num_local: int
     map: IntArray = field(init=False)
-    """``[num_layers, world_size * num_local]``, -1 for an empty row, or one whose content nobody vouches for; without
-    columns while nothing was ever said."""
+    """``[num_layers, world_size * num_local]``, -1 for an empty row or one of unknown content; without
+    columns as long as nothing is known."""
     known: bool = field(default=False, init=False)
-    """Was it agreed, reloaded, or learnt from the other members? Until then the host's word holds."""
+    """Was it agreed, reloaded, or learnt from other members? Until then `old_map` of the host is believed."""
     committed: list[int] = field(default_factory=list, init=False)
-    """Layers of the rearrangement at hand that moved something and are copied here."""
+    """Layers of the current rearrangement that moved rows and are committed on this rank."""
     decided: list[int] = field(default_factory=list, init=False)
-    """Those that are voted and not yet copied here."""
+    """Decided layers: voted for commit, not yet copied here."""
     doubts: list[Doubt] = field(default_factory=list, init=False)
     newcomers: set[int] = field(default_factory=set, init=False)
-    """Ranks that did not know what their rows hold when the members met: of these the host's word is taken once."""
+    """Ranks that did not know what their rows hold when the members met; the host's map is believed for them once."""
     rearrangement: str = field(default="", init=False)
-    """The rearrangement at hand: namespace of the epoch and generation, so no other life has one of that name."""
+    """Unique name of the current rearrangement: the epoch's namespace and the generation."""
     history: dict[str, list[int]] = field(default_factory=dict, init=False)
-    """By rearrangement: the layers whose commit this rank has seen; of the last two."""
+    """Layers whose commit this rank has seen, by rearrangement; of the last two rearrangements."""
 
     def __post_init__(self) -> None:
         self.map = np.empty((self.num_layers, 0), dtype=np.int64)
@@ -72,16 +72,16 @@ class HeldPlacement:
     # --- a rearrangement's life --------------------------------------------------------------------------------------
 
     def entered(self) -> None:
-        """A rearrangement is asked for."""
+        """Note that a rearrangement was asked for."""
         self.committed, self.decided = [], []
 
     def assume(self, old: IntArray) -> None:
-        """Take the host's word for what holds, until a first rearrangement is agreed."""
+        """Believe the host's map until a first rearrangement is agreed."""
         if not self.known:
             self.map = old.copy()
 
     def agreed(self, rearrangement: str, old: IntArray, new: IntArray, moving: Iterable[int]) -> None:
-        """All ranks agreed; layers that move nothing are on the new placement from here on."""
+        """Note that all ranks agreed; layers that move nothing are on the new placement from now on."""
         self.known = True
         self.newcomers = set()
         self.rearrangement = rearrangement
@@ -95,23 +95,23 @@ class HeldPlacement:
         self.history[rearrangement] = []
 
     def note_decided(self, layer: int) -> None:
-        """A layer's decision is commit."""
+        """Note that a layer's decision is commit."""
         self.history[self.rearrangement].append(layer)
         self.decided.append(layer)
 
     def note_committed(self, layer: int) -> None:
-        """A decided layer's copies are made, or on their way on the stream on which forwards follow."""
+        """Note that a decided layer was copied, or that its copies are queued on the stream of later forwards."""
         self.decided.remove(layer)
         self.committed.append(layer)
         self.map[layer] = self._new[layer]
 
     def note_discarded(self, layer: int) -> None:
-        """A decided layer stays old on every rank, for the host does not want it any more."""
+        """Note that the host dropped a decided layer, which stays old on every rank."""
         self.decided.remove(layer)
         self.history[self.rearrangement].remove(layer)
 
     def doubt(self, layer: int, copies: CommitCopies) -> None:
-        """A layer's outcome cannot be learnt: the store is lost."""
+        """Note a layer whose outcome is unknown because the store is lost."""
         self.doubts.append(Doubt(self.rearrangement, layer, self._new[layer].copy(), copies))
 
     def roll_forward(self, committed: Mapping[str, Iterable[int]]) -> None:
@@ -124,7 +124,7 @@ class HeldPlacement:
         self.doubts = []
 
     def reloaded(self, given: npt.ArrayLike) -> None:
-        """The host rewrote the weights; a map that is none is refused (EPLB-P001)."""
+        """Note that the host rewrote the weights; an invalid map is refused (EPLB-P001)."""
         mapping, _ = check_maps(
             given,
             given,
@@ -140,7 +140,7 @@ class HeldPlacement:
     # --- among members -----------------------------------------------------------------------------------------------
 
     def first_difference(self, old: IntArray, members: Iterable[int]) -> tuple[int, int] | None:
-        """Return the first (layer, slot), among those of members that know, at which a map is not what is held."""
+        """Return the first (layer, slot) at which a map differs from what is held, newcomers left out."""
         slots = self._slots(set(members) - self.newcomers)
         if not self.known or not len(slots):
             return None
@@ -152,18 +152,18 @@ class HeldPlacement:
         return self.map[:, rank * self.num_local : (rank + 1) * self.num_local]
 
     def digest(self, members: Iterable[int]) -> str:
-        """Digest what the members' rows hold; empty when nothing is known."""
+        """Return a digest of what the members' rows hold; empty when nothing is known."""
         return map_digest(self.map[:, self._slots(members)]).hex() if self.known else ""
 
     def keep_only(self, members: Iterable[int]) -> None:
-        """Rows of ranks that take no part hold nothing that can be moved or routed to."""
+        """Clear the columns of ranks that take no part: nothing can be moved from them or routed to them."""
         if self.known:
             absent = np.ones(self.map.shape[1], dtype=bool)
             absent[self._slots(members)] = False
             self.map[:, absent] = -1
 
     def merge(self, columns: Mapping[int, IntArray | None]) -> None:
-        """Take each member's word for its own rows; None: it does not know what they hold."""
+        """Believe each member about its own rows; None stands for a member that does not know."""
         self.map = np.full((self.num_layers, self.world_size * self.num_local), -1, dtype=np.int64)
         self.newcomers = {rank for rank, own in columns.items() if own is None}
         for rank, own in columns.items():

@@ -27,9 +27,9 @@ class BackendHooks:
     Parameters
     ----------
     backend_name : str
-        For messages.
+        Name of the backend, for messages.
     backend : object
-        The only implementation of the four hooks that is no wrapper.
+        The object that implements the four hooks without being a wrapper.
     observers : sequence of object
         Wrapper implementations of the four hooks, and implementations of ``observe``.
 
@@ -104,7 +104,7 @@ class BackendHooks:
         return self._typed("wait", self._hook.wait(handle=handle, timeout_s=timeout_s), TransferReceipt)
 
     def observe(self, event: Event) -> Mapping[str, bytes]:
-        """Tell every observer; return their evidence by observer name (which pluggy's own call would lose)."""
+        """Tell every observer, and return its evidence by observer name, which pluggy's own call would lose."""
         evidence: dict[str, bytes] = {}
         for name, function in self._observers:
             answer = function(event)
@@ -117,7 +117,7 @@ class BackendHooks:
         return evidence
 
     def tell(self, event: Event) -> None:
-        """Tell every observer of something that is done; one that raises is logged, for nothing can be undone."""
+        """Tell every observer of something that cannot be undone; an observer that raises is logged."""
         for name, function in self._observers:
             try:
                 function(event)
@@ -125,7 +125,7 @@ class BackendHooks:
                 logger.exception("observer %r raised at %s of layer %s", name, event.kind, event.layer)
 
     def close(self) -> None:
-        """Forget the backend and the observers; a manager refers to itself, and would keep them until a collection."""
+        """Forget the backend and the observers, which a plugin manager, referring to itself, would keep alive."""
         for plugin in self._manager.get_plugins():
             self._manager.unregister(plugin)
         self._observers.clear()

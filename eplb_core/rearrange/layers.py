@@ -1,4 +1,4 @@
-"""The layers of one rearrangement that are on their way: started, landed, decided, each in its landing slot."""
+"""The layers of one rearrangement between start and commit, each with its landing slot."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class MovingLayer:
     Parameters
     ----------
     number : int
-        Which.
+        Index of the layer.
     slot : int
-        Where it lands.
+        Landing slot of its rows.
     vote : Vote
-        On it.
+        The vote on this layer.
     copies : CommitCopies
-        Its commit.
+        The copies that commit it on this rank.
     handle : object
-        The backend's, of its transfer.
+        Handle that the backend's `transfer` returned.
     failure : BaseException or None
         Why the transfer could not be started; kept for the layer's own vote.
     landed : bool
-        Are its reads and sends done?
+        Are this rank's reads and sends of it done?
     phase : {"transfer", "wait", "vote"}
-        How far it is.
+        The step that it has come to.
     """
 
     number: int
@@ -53,30 +53,30 @@ class MovingLayer:
 
     @property
     def where(self) -> str:
-        """Where it is, for texts."""
+        """Layer and phase, for messages."""
         return f"layer {self.number}, phase {self.phase}"
 
 
 class MovingLayers:
-    """What one rank moves of a rearrangement, layer by layer.
+    """One rank's part of a rearrangement, layer by layer.
 
     Parameters
     ----------
     epoch : Epoch
-        Entered and agreed.
+        The epoch of the rearrangement.
     plan : PlacementPlan
         The moves of all layers.
     state : CommunicatorState
-        Of the communicator.
+        Keeps the outcome of each layer.
 
     Attributes
     ----------
     started : dict of int to MovingLayer
-        Layers whose transfer was started and whose outcome is open, by number.
+        Layers with a started transfer and no decision yet, by number.
     decided : dict of int to MovingLayer
         Layers that every rank commits, not yet copied here.
     copying : dict of int to MovingLayer
-        Those whose copies are being made, perhaps by another thread; they hold their slot.
+        Layers being copied, perhaps by another thread; they still occupy their slot.
     votes : list of Vote
         All votes on layers so far.
     """
@@ -98,11 +98,11 @@ class MovingLayers:
 
     @property
     def slot_is_free(self) -> bool:
-        """Is there a landing slot for a layer besides the one that is staged next?"""
+        """Is a landing slot left for a layer after the one that is staged next?"""
         return len(self.decided) + len(self.copying) + 1 < self.slots
 
     def prepare(self, number: int) -> MovingLayer:
-        """Return the next layer to be landed, whether its transfer was started or not."""
+        """Return the next layer to wait for, whether its transfer was started or not."""
         if number not in self.started:
             members, _ = self._epoch.entered
             vote = members.vote(str(number), f"layer {number}, phase vote")
@@ -112,7 +112,7 @@ class MovingLayers:
         return self.started[number]
 
     def start(self, layer: MovingLayer) -> None:
-        """Start a layer's transfer, unless it was; a failure is kept for its own vote."""
+        """Start a layer's transfer unless it was started; a failure is kept for the layer's own vote."""
         if layer.handle is not None or layer.failure is not None:
             return
         with self._state.counts.phase("transfer"):
@@ -134,7 +134,7 @@ class MovingLayers:
         # The copies out of this slot may still run on the device; they end before anything lands in it again.
         epoch.setup.streams.wait_for(self._state.take_slot_events(layer.slot))
         share = self._moves.of(number)
-        # Both ends must count alike, whatever either has started before: so nothing is counted.
+        # Both ends must agree on this number, whatever each has started before; so it is computed, not counted.
         sequence = members.generation * len(epoch.setup.layout.geometries) + number
         plan = TransferPlan(members.generation, sequence, number, layer.slot, *share)
         layer.copies = commit_copies(
@@ -149,7 +149,7 @@ class MovingLayers:
         layer.handle = epoch.hooks.transfer(plan)
 
     def note_decided(self, layer: MovingLayer) -> None:
-        """A layer is decided: from here on it must be committed, whatever else happens; noted once, by any thread."""
+        """Note, once and from any thread, that a layer is decided: it must be committed, whatever else happens."""
         if self.started.pop(layer.number, None) is not None:
             self.decided[layer.number] = layer
             self._state.held.note_decided(layer.number)
@@ -159,7 +159,7 @@ class MovingLayers:
         drained = True
         for layer in self.started.values():
             if layer.failure is not None:
-                drained = False  # nobody knows how far it came
+                drained = False  # it is unknown how far it came
             elif layer.handle is not None and not layer.landed:
                 try:
                     drained = bool(self._epoch.backend.abort(layer.handle, reason)) and drained
@@ -169,5 +169,5 @@ class MovingLayers:
         return drained
 
     def in_doubt(self) -> list[MovingLayer]:
-        """Return the layers on which this rank voted without learning the outcome."""
+        """Return the layers on which this rank voted and whose outcome it does not know."""
         return [layer for layer in self.started.values() if layer.vote.balloted and layer.vote.decision is None]

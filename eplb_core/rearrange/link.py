@@ -1,4 +1,4 @@
-"""Linking: backends meet the peers that plans name, and all members vote on whether they could."""
+"""Link: backends connect to the peers of a plan, and all members vote on whether that worked."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ def link(
     *,
     always: bool = False,
 ) -> None:
-    """Connect the backends of pairs that a plan names for the first time; collective when there is one, or `always`.
-
-    The first call of an epoch exchanges in any case, so that no backend sees a transfer before its
-    ``exchange_metadata``.
+    """Connect the backends of pairs that no plan has named before; collective if there are any, or with `always`.
 
     Parameters
     ----------
     epoch : Epoch
-        Entered.
+        An epoch whose members have met.
     pairs : ndarray, int64, [num_pairs, 2]
         Every pair of ranks that exchanges rows, from the whole plan, so that all members come to the same answer.
     peers : sequence of int
-        Those of this rank.
+        Peers of this rank.
     timeout_s : float
         Limit, seconds.
     topic : str
-        Of the vote; one in a generation.
+        Topic of the vote; used once in a generation.
+
+    Notes
+    -----
+    The first call of an epoch always exchanges, so that every backend sees ``exchange_metadata`` before a transfer.
     """
     if not always and epoch.exchanged and bool(epoch.linked[pairs[:, 0], pairs[:, 1]].all()):
         return
@@ -65,7 +66,7 @@ def all_pairs(members: Sequence[int]) -> IntArray:
 def vote_on(
     epoch: Epoch, vote: Vote, ready: Callable[[], None], ballot: Ballot, timeout_s: float, tally: Tally | None = None
 ) -> Decision:
-    """Do this rank's part, vote on it, and go on moving the backend until all have voted."""
+    """Do this rank's part, vote on it, and keep calling the backend's ``progress`` until all have voted."""
     members, watch = epoch.entered
     watch.attend(vote)
     deadline = Deadline(timeout_s)
@@ -77,7 +78,7 @@ def vote_on(
         decision = vote.abort(watch.diagnose(error, vote, vote.where).error, fatal=True)
     else:
         vote.cast(ballot, tally or all_agree(members.rank))
-        # Whoever is connected goes on pumping, so that the others become connected too.
+        # A rank that is connected keeps calling progress(), so that the others become connected too.
         decision = watch.decide(vote, timeout_s=max(1.0, deadline.left_s), progress=epoch.backend.progress)
     if not decision.commit:
         raise error_of(decision)
@@ -85,7 +86,7 @@ def vote_on(
 
 
 def exchange(epoch: Epoch, vote: Vote, new: Sequence[int], deadline: Deadline) -> None:
-    """Have the backend meet some peers, and move it on until it is connected to them."""
+    """Call ``exchange_metadata`` for some peers, and ``progress`` until they are connected."""
     members, watch = epoch.entered
     metadata = records.metadata_of(members, records.record_of(epoch), new)
     receipt = epoch.hooks.exchange_metadata(epoch.local, metadata)
@@ -105,7 +106,7 @@ def exchange(epoch: Epoch, vote: Vote, new: Sequence[int], deadline: Deadline) -
 
 
 def note_linked(epoch: Epoch, pairs: IntArray) -> None:
-    """All voted: these pairs are connected at both ends."""
+    """Note, after the vote, that these pairs are connected at both ends."""
     epoch.linked[pairs[:, 0], pairs[:, 1]] = True
     epoch.exchanged = True
 

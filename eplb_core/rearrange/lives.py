@@ -1,4 +1,4 @@
-"""The lives of one communicator in its process: epoch after epoch, from the constructor to close."""
+"""The epochs of one communicator, one after another, from the constructor to close."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _REFUSAL_HEARD_S = 2.0
 
 
 class Lives:
-    """The present epoch, and the way to the next.
+    """Holds the current epoch, and makes the next.
 
     Parameters
     ----------
     control : ControlPlane
-        This rank, and the store.
+        The store, and the number of this rank.
     name : str
-        Communicator.
+        Name of the communicator.
     timeout_s : float
         Limit of a wait, seconds.
     device_group : ProcessGroup or None
-        The host's.
+        The host's process group, for backends that use one.
     """
 
     def __init__(self, control: ControlPlane, name: str, timeout_s: float, device_group: Any) -> None:
@@ -55,7 +55,7 @@ class Lives:
         self.control = control
         self.host_landing: list[list[torch.Tensor]] | None = None
         self.last: Rearrangement | None = None
-        """The last that was begun: its decided layers are committed at the latest when its epoch ends."""
+        """The last rearrangement begun; its decided layers are committed when its epoch ends, at the latest."""
         self._name = name
         self._timeout_s = timeout_s
         self._device_group = device_group
@@ -81,7 +81,7 @@ class Lives:
     # --- meeting the others ------------------------------------------------------------------------------------------
 
     def enter(self, timeout_s: float, *, everyone: bool) -> bool:
-        """Meet the members of the present epoch, unless they have met; collective. False when they have."""
+        """Meet the members of the current epoch; collective. False when they had met before."""
         epoch, state = self.epoch, self._state
         if epoch.members is not None:
             return False
@@ -100,7 +100,7 @@ class Lives:
         device_group: Any,
         landing: Sequence[Sequence[torch.Tensor]] | None,
     ) -> None:
-        """End the present epoch and build the next; local. See `Communicator.rebuild`."""
+        """End the current epoch and build the next; local. See `Communicator.rebuild`."""
         members = self.epoch.asked if ranks is None else tuple(sorted({int(rank) for rank in ranks}))
         if self.rank not in members or not set(members) <= set(range(self.control.world_size)):
             problem = f"ranks={list(members)} must be ranks of the group, {self.rank} among them"
@@ -127,13 +127,13 @@ class Lives:
                 raise
 
     def finish(self) -> None:
-        """Commit what every other rank commits too: layers that are decided and not yet copied here."""
+        """Commit the layers that are decided and not yet copied here, as every other rank does."""
         if self.last is not None:
             self.last.commit_decided()
 
     @contextmanager
     def telling_the_others(self, members: Sequence[int] | None = None) -> Iterator[None]:
-        """When building fails here, tell the other ranks why, for they wait for this one to come."""
+        """If building fails, tell the other ranks why: they wait for this rank."""
         try:
             yield
         except Exception as error:
@@ -149,7 +149,7 @@ class Lives:
             raise
 
     def _refuse(self, refusal: EplbError, members: tuple[int, ...]) -> None:
-        # The host of the store takes it along when it ends, so it stays until everybody has read why.
+        # The store ends with the process that hosts it, so that process stays until all have read the reason.
         heard = Deadline(self._timeout_s if self.control.hosts_store else min(_REFUSAL_HEARD_S, self._timeout_s))
 
         def pause() -> Refusal | None:
@@ -172,7 +172,7 @@ class Lives:
         return self._client
 
     def _drop_client(self, *, another_store: bool) -> None:
-        """Close the connection: after a failure it may be out of step. The keys it has set are remembered."""
+        """Close the connection, which may be out of step after a failure, and remember the keys it has set."""
         if self._client is not None:
             self._keys = (set(self._client.own), set(self._client.shared))
             self._client.close()
@@ -183,16 +183,18 @@ class Lives:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def store_lost(self, gone: StoreGone, where: str) -> EplbError:
-        """Make the error of a store that did not answer."""
+        """Make the error for a store that did not answer."""
         epoch = self.epoch
         dead = ", ".join(f"rank {rank}" for rank in (epoch.members.dead if epoch.members is not None else ()))
         detail = f"Gone: {dead}." if dead else ""
         return error_for("EPLB-T005", where=where, problem=str(gone), layers="none", detail=detail)
 
     def end(self, *, force: bool) -> None:
-        """Leave, in peace unless forced to: finish what was decided, close the backend, tell the others, free memory.
+        """End the communicator: commit decided layers unless forced, close the backend, say goodbye, free memory.
 
-        Each step is taken whatever becomes of the others.
+        Notes
+        -----
+        A step that fails does not keep the later ones from being taken.
         """
         state = self._state
         with state.closing(self.rank, _CLOSE_FORCED_S if force else self._timeout_s):
@@ -216,7 +218,7 @@ class Lives:
         self._finalizer.detach()
 
     def end_with(self, owner: object) -> None:
-        """Leave at once when the owner is dropped without `end`, so that the others see it and nothing is leaked."""
+        """Leave at once when the owner is collected without `end`, so that the others notice and nothing leaks."""
         self._finalizer = weakref.finalize(owner, _dropped, self, os.getpid())
         self._finalizer.atexit = False  # the end of a process closes its connections by itself
 

@@ -1,4 +1,4 @@
-"""One rearrangement: layer by layer transfer, wait, vote and commit, all members in step."""
+"""One rearrangement: for each layer transfer, wait, vote and commit, all members in step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from eplb_core.rearrange.state import CommunicatorState
 
 Voting = Callable[[Vote, Ballot], Decision]
-"""Another way to decide about a landed layer: casts the ballot, and returns the decision that stands."""
+"""Decides about a landed layer in another way: casts the ballot and returns the decision."""
 
 
 class Rearrangement:
@@ -28,11 +28,11 @@ class Rearrangement:
     Parameters
     ----------
     epoch : Epoch
-        Entered and agreed.
+        The epoch in which it was agreed.
     plan : PlacementPlan
         The moves of all layers.
     state : CommunicatorState
-        Where the outcome of each layer is kept.
+        Keeps the outcome of each layer.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Rearrangement:
         layer : int
             The next of `layers`; every rank stages in that order.
         voting : callable or None
-            ``voting(vote, ballot) -> Decision`` decides instead of the vote's own way; the same on every rank.
+            ``voting(vote, ballot) -> Decision`` replaces the vote's own wait; the same on every rank.
 
         Raises
         ------
@@ -117,8 +117,10 @@ class Rearrangement:
             self._end()
 
     def run(self) -> None:
-        """Stage, commit and end: what `Communicator.rearrange` is made of.
+        """Stage and commit every layer, then end; this is `Communicator.rearrange`.
 
+        Notes
+        -----
         The copies of a layer's commit, and the start of the transfer that takes its slot, run while the next layer's
         vote is under way.
         """
@@ -176,7 +178,7 @@ class Rearrangement:
                 meanwhile()
             except CommitError:
                 raise
-            except BaseException as interrupt:  # Ctrl-C: what observers raise of a commit is logged
+            except BaseException as interrupt:  # only Ctrl-C: exceptions of observers are logged at a commit
                 self._failure.interrupted(layer, interrupt)
                 raise
         with self._failure.guard(layer, self._following()), counts.phase("vote"):
@@ -187,7 +189,7 @@ class Rearrangement:
         self._next_stage += 1
 
     def _following(self) -> int | None:
-        """Return the layer after the one that is staged, if there is one."""
+        """Return the layer after the one being staged, or None."""
         after = self.layers[self._next_stage + 1 : self._next_stage + 2]
         return after[0] if after else None
 
@@ -229,12 +231,12 @@ class Rearrangement:
             self._commit(number)
 
     def let_go(self) -> None:
-        """Drop what refers to memory."""
+        """Drop references to memory."""
         self._moving.started.clear()
         self._moving.decided.clear()
 
     def _commit(self, number: int) -> None:
-        # It leaves the list first: whatever comes in between, a signal handler or a failed copy, it is copied once.
+        # It leaves the list first, so that it is copied once whatever happens, a signal handler or a failed copy.
         layer = self._moving.decided.pop(number, None)
         if layer is None:
             raise PlanError("EPLB-P004", problem=f"commit({number}) without stage({number})")
@@ -248,7 +250,7 @@ class Rearrangement:
                 reason = f"{type(error).__name__}: {error}"
                 dead = CommitError("EPLB-T006", layer=number, rank=self._epoch.rank, reason=reason)
                 vanish(self._members)
-                self._moving.decided.clear()  # copies that came half way cannot be made again
+                self._moving.decided.clear()  # copies that were made in part cannot be repeated
                 state.invalid = dead
                 state.poison(dead, f"layer {number}, phase commit")
                 raise dead from error

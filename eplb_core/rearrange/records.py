@@ -1,4 +1,4 @@
-"""The record a rank shows the others when they meet, and how a difference is told on each of them."""
+"""The record that each rank publishes at a meeting, and the error when two differ."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def record_of(epoch: Epoch) -> RankRecord:
 
 
 def publish(members: Members, record: RankRecord) -> None:
-    """Put this rank's record where the others find it."""
+    """Publish this rank's record."""
     members.client.set(_key(members, members.rank), members.seal("record", record.to_bytes()))
 
 
@@ -53,7 +53,7 @@ def peer_record(members: Members, peer: int) -> RankRecord:
     Raises
     ------
     MetadataError
-        There is none, or it is damaged or another's (EPLB-M005).
+        There is none, it is damaged, or another rank wrote it (EPLB-M005).
     """
     value = members.client.read(_key(members, peer))
     if value is None:
@@ -62,7 +62,7 @@ def peer_record(members: Members, peer: int) -> RankRecord:
 
 
 def first_difference(members: Members, ballots: Mapping[int, Ballot]) -> Decision | None:
-    """Return the abort of members whose digests differ: of the lowest, and the first that differs from it."""
+    """Return an abort when digests differ; it names the lowest member and the first that differs from it."""
     lowest, *others = sorted(ballots)
     for rank in others:
         if ballots[rank].content["digest"] != ballots[lowest].content["digest"]:
@@ -76,7 +76,7 @@ def first_difference(members: Members, ballots: Mapping[int, Ballot]) -> Decisio
 
 
 def told_here(members: Members, record: RankRecord, decision: Decision) -> EplbError:
-    """Tell a difference as this rank sees it: it and its peer are named the other way round over there."""
+    """Word a difference from this rank's side; the peer's text has local and remote exchanged."""
     error = decision.error or error_for("EPLB-M006", rank=decision.by, reason="no reason given")
     for peer in (int(rank) for rank in decision.content.get("differs", ())):
         if peer != record.rank and error.code != "EPLB-M005":
@@ -87,7 +87,7 @@ def told_here(members: Members, record: RankRecord, decision: Decision) -> EplbE
 
 
 def metadata_of(members: Members, own: RankRecord, peers: Sequence[int]) -> list[PeerMetadata]:
-    """Read the backends' metadata of some peers, which must still be what was compared."""
+    """Read the backend metadata of some peers; it must not have changed since the records were compared."""
     digest = own.shared_digest()
     metadata = []
     for peer in peers:

@@ -1,4 +1,4 @@
-"""Settling what a failure left in doubt when the members meet again, so that all know what every row holds."""
+"""After a failure, the members that meet again settle layers in doubt, so that all know what every row holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eplb_core.wire.ballots import Ballot
 
 
 def known_of(held: HeldPlacement) -> dict[str, Any]:
-    """Say what this rank knows of layers that may be in doubt: which it saw committed, which it doubts."""
+    """Return what this rank knows: layers that it saw committed, and layers in doubt."""
     doubtful: dict[str, list[int]] = {}
     for doubt in held.doubts:
         doubtful.setdefault(doubt.rearrangement, []).append(doubt.layer)
@@ -26,6 +26,8 @@ def known_of(held: HeldPlacement) -> dict[str, Any]:
 def to_roll_forward(ballots: Mapping[int, Ballot]) -> dict[str, list[int]]:
     """Return the doubtful layers that any member saw committed.
 
+    Notes
+    -----
     A layer is in doubt on a rank that cast its ballot and could not read the decision. Commit implies that every
     landing was complete, so if any member saw commit, the others copy their landing rows too; if none did, a rank
     that is gone may have, but it is gone, and all stay old.
@@ -40,14 +42,14 @@ def to_roll_forward(ballots: Mapping[int, Ballot]) -> dict[str, list[int]]:
 
 
 def publish_held(members: Members, held: HeldPlacement) -> None:
-    """Tell what this rank's rows hold, for members that know otherwise."""
+    """Publish what this rank's rows hold, in case members disagree."""
     if held.known:
         body = json.dumps(held.own_columns(members.rank).tolist()).encode()
         members.client.set(_key(members, members.rank), members.seal("held", body))
 
 
 def settle_held(members: Members, held: HeldPlacement, digests: Mapping[int, str]) -> None:
-    """Come to one placement: as it is where all hold the same, else each member's word for its own rows."""
+    """Settle on one placement: the common one, or where members disagree, what each says of its own rows."""
     if not any(digests.values()):
         return
     if len(set(digests.values())) == 1:

@@ -1,4 +1,4 @@
-"""How an epoch ends: its backend is closed, the others are told, and memory that may still be written is kept."""
+"""How an epoch ends: close the backend, tell the others, and keep memory that may still be written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Retirement:
     Parameters
     ----------
     state : CommunicatorState
-        Of the communicator.
+        Says which memory may still be written, and is told what was freed.
     """
 
     def __init__(self, state: CommunicatorState) -> None:
@@ -36,7 +36,7 @@ class Retirement:
         self._left: list[Members] = []
 
     def retire(self, epoch: Epoch, *, host_landing: bool, new_landing: bool) -> None:
-        """Close an epoch's backend before the next is built; keep it for ever when it may still write.
+        """Close an epoch's backend before the next is built; memory that it may still write is quarantined.
 
         Raises
         ------
@@ -58,7 +58,7 @@ class Retirement:
         epoch.retired = True
 
     def forget(self, client: StoreClient, present: Sequence[int]) -> None:
-        """The next epoch is entered: the keys and the landing memory of those before are not needed any more."""
+        """Delete the keys and free the landing memory of earlier epochs, once the next epoch is entered."""
         left, self._left = self._left, []
         for members in left:
             with suppress(StoreGone):
@@ -71,7 +71,7 @@ class Retirement:
                 keep_forever(epoch)
 
     def leave(self, epoch: Epoch, *, unclean: bool, force: bool, wait_s: float, hosts_store: bool) -> None:
-        """Close the backend, tell the others, give the memory back; each whatever becomes of the others."""
+        """Close the backend, tell the others, give the memory back; a step that fails does not stop the later ones."""
         safe = self._close_backend(epoch, force=unclean)
         members = epoch.members
         if members is not None:
@@ -88,20 +88,20 @@ class Retirement:
         try:
             if unclean:
                 departure.vanish(members)
-                if not force:  # the store may not answer; who comes next sees that this one is gone all the same
+                if not force:  # the store may not answer; a later process can see anyway that this one is gone
                     departure.take_post_back(members)
             else:
                 departure.say_goodbye(members, tidies=not stays_s)
             if stays_s:
                 departure.await_goodbyes(members, stays_s)
                 if not unclean:
-                    # the last of all: the others' goodbyes are keys as well
+                    # last, for the others' goodbyes are keys as well
                     store_keys.tidy_up(members.client, members.namespace, members.members)
         except StoreGone as gone:
             logger.warning("%s: the store was gone at close: %s", members.name, gone)
 
     def _close_backend(self, epoch: Epoch, *, force: bool) -> bool:
-        """Close a backend; True when its memory is certainly not touched any more. What it raises is logged."""
+        """Close a backend; True when it certainly no longer touches memory. An exception is logged."""
         # An open rearrangement may have transfers in flight that nobody has stopped.
         undrained = self._state.undrained or self._state.open is not None
         try:
@@ -111,9 +111,9 @@ class Retirement:
             return False
 
     def _give_landing_back(self, epoch: Epoch) -> bool:
-        """Release the slots, each guarded by what may still read it; False when the device cannot tell."""
+        """Release the slots, each after the event of its last copies; False when the device cannot tell."""
         try:
-            # A commit may have run on another stream than the caller's; one that failed, or was settled, left no event.
+            # A commit may have run on another stream than the caller's; a failed or recovered one left no event.
             rest = epoch.setup.streams.mark()
         except RuntimeError as error:
             logger.warning("%s: the landing memory is kept, for the device failed: %s", self._state.name, error)

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ValidationError
 from eplb_core.backend import BackendInfo, StagingAllocator
 from eplb_core.config import EPLBConfig
 from eplb_core.control.plane import ControlPlane
-from eplb_core.discovery.discover import discover, load_target
+from eplb_core.discovery.discover import discover
+from eplb_core.discovery.load import load_target
 from eplb_core.discovery.select import resolve, select
 from eplb_core.discovery.select_staging import build_allocator
 from eplb_core.errors import ConfigError, DiscoveryError, EplbError
@@ -21,16 +22,16 @@ from eplb_core.weights.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """What every epoch of a communicator is made of; fixed when it is built.
+    """What all epochs of a communicator share; fixed when the communicator is built.
 
     Parameters
     ----------
     name : str
-        Of the communicator.
+        Name of the communicator.
     config : EPLBConfig
-        The host's.
+        Configuration that the host gave.
     info : BackendInfo
-        The chosen backend's.
+        Declaration of the chosen backend.
     backend_class : type
         Loaded from ``info.target``.
     backend_version : str
@@ -40,11 +41,11 @@ class Setup:
     layout : Layout
         Registered tensors.
     streams : Streams
-        Of the weights' device.
+        Streams and events of the weights' device.
     allocator : StagingAllocator
         For landing memory and send staging.
     observers : sequence of object
-        Of this communicator.
+        Observers that the host gave.
     """
 
     name: str
@@ -65,7 +66,7 @@ class Setup:
 
 
 def check_arguments(config: object, control: object, observers: object, name: object) -> None:
-    """Refuse arguments of `Communicator` that are of another kind (EPLB-C010)."""
+    """Refuse arguments of `Communicator` that have the wrong type (EPLB-C010)."""
     for what, value, kind in (("config", config, EPLBConfig), ("control", control, ControlPlane), ("name", name, str)):
         if not isinstance(value, kind):
             problem = f"{what}= should be {kind.__name__}, got {type(value).__name__}"
@@ -91,7 +92,7 @@ def set_up(
     config, stream, options, observers, name
         See `Communicator`.
     layout : Layout
-        What is registered.
+        The registered tensors.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Whether a communicator may be used, by whom, and what it reports."""
+"""Whether a communicator may be used, by which thread, and what it reports."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ logger = logging.getLogger("eplb_core")
 
 
 class CommunicatorState:
-    """What outlives the epochs of one communicator.
-
-    Two locks: one for calls that talk with other ranks, one for commits, which are local and may come from another
-    thread than the one that stages the next layer. Neither waits for the other side except in `closing`, bounded.
+    """The state of one communicator over all its epochs.
 
     Parameters
     ----------
     name : str
-        Communicator.
+        Name of the communicator.
     backend : str
         Name of its backend.
     held : HeldPlacement
         What the rows hold.
     allocator : StagingAllocator
-        Whose bytes the report shows.
+        Staging allocator; the report shows its bytes.
+
+    Notes
+    -----
+    There are two locks: one for collective calls, one for commits, which are local and may come from another thread
+    than the one that stages the next layer. Only `closing` waits for them, within a limit.
     """
 
     def __init__(self, name: str, backend: str, held: HeldPlacement, allocator: StagingAllocator) -> None:
@@ -46,16 +48,16 @@ class CommunicatorState:
         self.epoch = 0
         self.generation = 0
         self.open: object | None = None
-        """The rearrangement that was begun and neither ended nor abandoned."""
+        """The rearrangement that is open: begun, and neither ended nor abandoned."""
         self.invalid: CommitError | None = None
-        """Why the weights of this rank hold no placement at all; nothing heals that."""
+        """Why the weights of this rank are invalid; this is final."""
         self.undrained = False
-        """May a transfer of this epoch still write, after the backend was asked to stop it?"""
+        """May a transfer of this epoch still write, although the backend was asked to stop it?"""
         self.slot_events: dict[int, Any] = {}
-        """By landing slot: the event after the last copies out of it."""
+        """Event after the last copies out of each landing slot."""
         self.quarantined_nbytes = 0
         self.nbytes_spare = 0
-        """Bytes of the spare rows of landing memory, which are torch's own, whatever the allocator."""
+        """Bytes of the spare rows of landing memory; torch allocates them, whichever allocator is configured."""
         self._backend = backend
         self._allocator = allocator
         self._staging = StagingStats(0, 0, 0)
@@ -69,19 +71,19 @@ class CommunicatorState:
     # --- a rearrangement's life --------------------------------------------------------------------------------------
 
     def entered(self, epoch: int, generation: int) -> None:
-        """A generation begins: its number rises at entry, whatever comes of it."""
+        """Begin a generation: its number rises at entry, whatever comes of it."""
         self.epoch, self.generation = epoch, generation
         self.counts = Counts()
         self.held.entered()
 
     def ended(self, rearrangement: object) -> None:
-        """A rearrangement is over, whole or abandoned."""
+        """Note that a rearrangement is over, finished or abandoned."""
         if self.open is rearrangement:
             self.open = None
             self.counts.end()
 
     def new_epoch(self, epoch: int) -> None:
-        """Connections are new: what was poisoned is usable again."""
+        """Note that connections are new: a poisoned communicator is usable again."""
         self.epoch, self.generation = epoch, 0
         self._poison = None
         self.undrained = False
@@ -104,7 +106,7 @@ class CommunicatorState:
 
     @property
     def poisoned(self) -> EplbError | None:
-        """Why all use is refused, if it is."""
+        """The error for which all use is refused, or None."""
         return None if self._poison is None else self._poison[0]
 
     @property
@@ -118,11 +120,11 @@ class CommunicatorState:
         return os.getpid() != self._pid
 
     def leaving(self) -> EplbError | None:
-        """Say why this rank gives up what it is doing: another thread closes the communicator."""
+        """Return why this rank should give up: another thread closes the communicator. Else None."""
         return self._leaving
 
     def note(self, text: str) -> None:
-        """Log something that an error in flight would hide."""
+        """Log an error that another one, already being raised, would hide."""
         logger.warning("%s: %s", self.name, text)
 
     def check_open(self) -> None:
@@ -133,7 +135,7 @@ class CommunicatorState:
             raise TransferError("EPLB-T008", name=self.name)
 
     def check_usable(self) -> None:
-        """Raise the reason why it may not be used.
+        """Raise unless the communicator may be used.
 
         Raises
         ------
@@ -152,24 +154,24 @@ class CommunicatorState:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Let one thread in at a time, once, and put the report on every error that leaves."""
+        """Let one thread in at a time, not reentrantly, and put the report on every error that leaves."""
         with self._reporting(), self._calls.inside():
             yield
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """The same for commits, which may run beside a call of another thread."""
+        """Let one commit in at a time; it may run beside a call of another thread."""
         with self._reporting(), self._commits.inside():
             yield
 
     @contextmanager
     def closing(self, rank: int, timeout_s: float) -> Iterator[None]:
-        """Make what other threads are inside give up, wait for them, and refuse all use for good.
+        """Make calls of other threads give up, wait for them, and refuse all use from then on.
 
         Raises
         ------
         PlanError
-            One does not come out within the limit, or this very thread is inside (a signal handler): EPLB-P004.
+            A call does not return within the limit, or this thread is inside one (a signal handler): EPLB-P004.
         """
         self._leaving = error_for("EPLB-T007", rank=rank, where="close", reason="it closed its communicator")
         try:
@@ -210,7 +212,7 @@ class CommunicatorState:
         )
 
     def _staging_now(self) -> StagingStats:
-        # Releasing asks events, which a failed device answers with an error: it must not hide the one in flight.
+        # Releasing queries events, which raises on a failed device; that must not hide the error being raised.
         with suppress(RuntimeError):
             self._staging = self._allocator.stats()
         spare, counted = self.nbytes_spare, self._staging
@@ -218,7 +220,7 @@ class CommunicatorState:
 
 
 class _OneUser:
-    """A lock that tells whoever cannot have it why, at once or after a limit."""
+    """A lock; a thread that does not get it, at once or within a limit, is told why."""
 
     def __init__(self, problem: str) -> None:
         self._problem = problem

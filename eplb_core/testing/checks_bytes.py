@@ -25,7 +25,7 @@ class ByteChecks(Gated):
 
     @kit_test
     def test_rows_go_where_the_plan_says(self, ranks: RankPool, subject: Subject) -> None:
-        """Rows are numbered otherwise than in the plan: experts take each other's places."""
+        """Rows go to other slots than the plan says: experts take each other's places."""
         old, new = [[0, 1, 2, 3, 4, 5, 6, 7]], [[6, 4, 5, 7, 1, 3, 2, 0]]
         ranks.run(scenarios_bytes.rearranges, subject, [old, new], [[48]])
 
@@ -37,7 +37,7 @@ class ByteChecks(Gated):
 
     @kit_test
     def test_tensors_are_not_confused(self, ranks: RankPool, subject: Subject) -> None:
-        """Rows come from another tensor of the same expert; with equal sizes nothing else would show it."""
+        """Rows come from another tensor of the same expert; when sizes are equal, no other check notices."""
         ranks.run(scenarios_bytes.rearranges, subject, [[[0, 1]], [[1, 0]]], [[40, 40, 40]])
 
     @kit_test
@@ -47,31 +47,31 @@ class ByteChecks(Gated):
 
     @kit_test
     def test_scalar_and_empty_rows_travel(self, ranks: RankPool, subject: Subject) -> None:
-        """A tensor with one number per expert, or with none, upsets the sizes of what stands beside it."""
+        """A tensor with one element per expert, or with none, shifts the rows of the tensors beside it."""
         ranks.run(scenarios_bytes.moves_scalars_and_empty_rows, subject)
 
     @kit_test
     def test_one_row_serves_several_peers(self, ranks: RankPool, subject: Subject) -> None:
-        """A row that goes to more than one rank reaches only one of them, or is gone for the second."""
+        """A row that goes to several ranks reaches only one of them."""
         old, new = [[0, 1, 2, 3, 4, 5]], [[0, 1, 0, 3, 0, 5]]
         ranks.run(scenarios_bytes.rearranges, subject, [old, new], [[56, 8]], world_size=3)
 
     @kit_test
     def test_empty_slots_and_duplicates_are_placements(self, ranks: RankPool, subject: Subject) -> None:
-        """Slots that are empty (-1), or that hold an expert twice, are counted as rows that arrive."""
+        """Empty slots (-1), or a second copy of an expert on one rank, are treated as rows to receive."""
         maps = [[[7, 1, 2, 3, 4, -1]], [[7, -1, 1, 7, 7, 4]], [[-1, 4, 1, 4, 7, 1]]]
         ranks.run(scenarios_bytes.rearranges, subject, maps, [[32, 8]])
 
     @kit_test
     def test_many_rows_and_large_ones_travel(self, ranks: RankPool, subject: Subject) -> None:
-        """A limit of the transport (a message's size, a vector's length) cuts what is larger than usual."""
+        """A limit of the transport (a message's size, a vector's length) cuts off many rows, or large ones."""
         ranks.run(scenarios_bytes.rearranges, subject, [[[0, 1]], [[1, 0]]], [[9 * _MIB + 3]])
         old = np.arange(4096)[None]
         ranks.run(scenarios_bytes.rearranges, subject, [old, np.roll(old, 2048, axis=1)], [[8]])
 
     @kit_test
     def test_any_shuffle_arrives(self, ranks: RankPool, subject: Subject) -> None:
-        """Some placement among three ranks goes wrong: sources that serve and receive at once, in several layers."""
+        """Some placement of three ranks goes wrong, where ranks send and receive at once in several layers."""
         for staging_layers in (1, 2):
             maps = shuffles(4, 4, 3, 6, redundant=3, seed=staging_layers)
             fields = {"staging_layers": staging_layers}
@@ -79,7 +79,7 @@ class ByteChecks(Gated):
 
     @kit_test
     def test_a_rank_without_moves_keeps_step(self, ranks: RankPool, subject: Subject) -> None:
-        """What a rank does depends on how much it moved before, so that it and its peers count differently."""
+        """A rank's steps depend on how much it moved before, so that it and its peers get out of step."""
         maps = [np.arange(6)[None].repeat(2, 0)]
         for first, second in ((0, 2), (0, 2), (1, 4), (0, 3), (5, 2)):
             following = maps[-1].copy()
@@ -89,7 +89,7 @@ class ByteChecks(Gated):
 
     @kit_test
     def test_receipts_count_the_bytes(self, ranks: RankPool, subject: Subject) -> None:
-        """What reports and dashboards show of traffic is wrong."""
+        """Reports and dashboards show wrong amounts of traffic."""
         ranks.run(scenarios_bytes.counts_bytes, subject)
 
     @kit_test
@@ -99,12 +99,12 @@ class ByteChecks(Gated):
 
     @kit_test
     def test_rows_travel_as_they_are_now(self, ranks: RankPool, subject: Subject) -> None:
-        """Bytes of an earlier generation travel again: a copy is kept although the host has written new weights."""
+        """Bytes of an earlier generation are sent again: a copy is kept although the host has written new weights."""
         ranks.run(scenarios_bytes.follows_the_hosts_changes, subject)
 
     @kit_test
     def test_communicators_of_one_process_are_apart(self, ranks: RankPool, subject: Subject) -> None:
-        """State is kept per process or per class, and a second model's communicator reads the first one's rows."""
+        """State is kept per process or per class, so a second model's communicator reads the rows of the first."""
         ranks.run(scenarios_bytes.keeps_communicators_apart, subject)
 
     @kit_test

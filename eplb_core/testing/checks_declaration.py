@@ -1,4 +1,4 @@
-"""Kit tests: what is declared is true, light to ask for, and fits together."""
+"""Kit tests: declarations are true and cheap to read, and equal ranks fit together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from eplb_core.backend import API_VERSION, BackendInfo
-from eplb_core.discovery.discover import load_target
+from eplb_core.discovery.load import load_target
 from eplb_core.testing import scenarios_failure, scenarios_growth
 from eplb_core.testing.expectation import Unmet, expect
 from eplb_core.testing.gate import Gated, what_it_lacks
@@ -19,11 +19,11 @@ _KNOWN_DEVICES = {"*", "cpu", "cuda", "xpu", "npu", "hpu", "mps", "privateuseone
 
 
 class DeclarationChecks(Gated):
-    """What a plugin declares, and what its class must have, are true."""
+    """The plugin's declaration is true, and its class is complete."""
 
     @kit_test
     def test_the_declaration_is_light(self, info: BackendInfo) -> None:
-        """Asking what is installed imports the backend or its library: every host pays for it, chosen or not."""
+        """Listing what is installed imports the backend or its library: every host pays for it, chosen or not."""
         module = info.target.partition(":")[0]
         program = (
             f"import sys; sys.path[:] = {sys.path!r}\n"
@@ -57,7 +57,7 @@ class DeclarationChecks(Gated):
 
     @kit_test
     def test_unknown_options_are_refused(self, info: BackendInfo) -> None:
-        """A misspelt option is taken in silence, and the operator believes that it is set."""
+        """A misspelt option is ignored in silence, and the operator believes that it is set."""
         model: Any = load_target(info.options) if isinstance(info.options, str) else info.options
         if model is None:
             return  # the core refuses whatever is given
@@ -69,7 +69,7 @@ class DeclarationChecks(Gated):
 
     @kit_test
     def test_equal_ranks_fit_together(self, ranks: RankPool, subject: Subject) -> None:
-        """Ranks built alike call each other different: `shared_options` holds something that a rank has of its own."""
+        """Ranks with equal settings refuse each other: `shared_options` holds a value that differs by rank."""
         stories = ranks.run(scenarios_growth.describes_itself, subject)
         first = stories[0]["shared"]
         differing = {key for story in stories for key in first if story["shared"].get(key) != first[key]}

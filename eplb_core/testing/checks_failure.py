@@ -17,7 +17,7 @@ class FailureChecks(Gated):
 
     @kit_test
     def test_wait_keeps_its_limit(self, ranks: RankPool, subject: Subject) -> None:
-        """`wait` outlasts its `timeout_s`: an engine whose peer hangs, hangs with it."""
+        """`wait` outlasts its `timeout_s`: when a peer hangs, the engine hangs with it."""
         story, peer = ranks.run(scenarios_failure.waits_for_nobody, subject, True, timeout_s=25)
         limit_s = scenarios_failure.LIMIT_S
         expect("outlasted" not in peer, peer.get("outlasted", ""))
@@ -39,7 +39,7 @@ class FailureChecks(Gated):
 
     @kit_test
     def test_failures_are_typed(self, ranks: RankPool, subject: Subject) -> None:
-        """A failure comes as a bare exception: hosts cannot tell it, and 'eplb explain' has nothing to say."""
+        """A failure is no typed error: hosts cannot tell what it is, and 'eplb explain' does not know it."""
         story, peer = ranks.run(scenarios_failure.waits_for_nobody, subject, timeout_s=25)
         if "outlasted" in peer:
             raise NotReached(f"{PREFIX}{peer['outlasted']}")
@@ -49,17 +49,17 @@ class FailureChecks(Gated):
 
     @kit_test
     def test_wait_ends_when_a_peer_gives_up(self, ranks: RankPool, subject: Subject) -> None:
-        """A rank that failed is heard only at the time-out: `wait` does not consult ``context.cancelled()``."""
+        """Another rank's failure is noticed only at the time-out: `wait` does not consult ``context.cancelled()``."""
         ranks.run(scenarios_failure.hears_that_a_peer_gave_up, subject)
 
     @kit_test
     def test_an_abort_costs_no_weight(self, ranks: RankPool, subject: Subject) -> None:
-        """After an aborted layer, what the backend left behind damages the next rearrangement."""
+        """The backend leaves something behind after an aborted layer, and the next rearrangement goes wrong."""
         ranks.run(scenarios_failure.stays_usable_after_an_abort, subject, timeout_s=60)
 
     @kit_test
     def test_abort_drains_what_it_says(self, ranks: RankPool, subject: Subject) -> None:
-        """`abort` says that memory is untouched from now on, and it is not; or it takes longer than its second."""
+        """`abort` returns that memory is no longer touched, but it is; or `abort` takes more than a second."""
         ranks.run(scenarios_failure.drains_what_it_says_it_drained, subject)
 
     @kit_test
@@ -79,5 +79,5 @@ class FailureChecks(Gated):
 
     @kit_test
     def test_later_peers_are_added(self, ranks: RankPool, subject: Subject) -> None:
-        """A second `exchange_metadata`, which names new peers only, loses those of the first."""
+        """A second `exchange_metadata`, which names only new peers, loses the peers of the first."""
         ranks.run(scenarios_failure.meets_peers_one_by_one, subject, world_size=3)

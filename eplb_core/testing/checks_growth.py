@@ -52,13 +52,13 @@ class GrowthChecks(Gated):
 
     @kit_test
     def test_no_process_is_started(self, ranks: RankPool, subject: Subject, measured: dict[str, Any]) -> None:
-        """The backend starts processes: daemonic engine workers may not, and nobody ends them."""
+        """The backend starts processes: daemonic engine workers may not start any, and nobody ends them."""
         for rank, story in enumerate(self._rounds(ranks, subject, measured)):
             expect(story["after"]["children"] == 0, f"rank {rank} has {story['after']['children']} child process(es)")
 
     @kit_test
     def test_the_environment_is_left_alone(self, ranks: RankPool, subject: Subject, measured: dict[str, Any]) -> None:
-        """Environment variables change under the host and whatever else runs in its process."""
+        """Environment variables change, under the host and everything else in its process."""
         for rank, story in enumerate(self._rounds(ranks, subject, measured)):
             expect(not story["environment"], f"rank {rank}: changed {story['environment']}")
 
@@ -72,7 +72,7 @@ class GrowthChecks(Gated):
 
     @kit_test
     def test_staging_is_bounded(self, ranks: RankPool, subject: Subject) -> None:
-        """More is staged than `staging_layers` layers: memory of the engine runs out in the middle of serving."""
+        """More than `staging_layers` layers are staged: the engine runs out of memory while it serves."""
         for story in ranks.run(scenarios_growth.takes_memory, subject, 12, _MIB):
             limit = story["landing"] + 2 * story["layer"] + _SLACK_NBYTES
             text = f"{story['grown'] // _MIB} MiB came, landing {story['landing'] // _MIB} MiB of it"

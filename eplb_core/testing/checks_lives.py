@@ -1,4 +1,4 @@
-"""Kit tests: nothing of one life, or of one aborted layer, reaches the next."""
+"""Kit tests: nothing of one epoch, or of an aborted layer, reaches the next."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ _CANCELLED = (
 
 
 class LifeChecks(Gated):
-    """What one life or one aborted layer leaves behind never reaches the next."""
+    """Nothing that an epoch or an aborted layer leaves behind reaches the next."""
 
     @kit_test
     def test_epoch_and_store_come_with_the_meeting(self, ranks: RankPool, subject: Subject) -> None:
-        """The constructor or `register_buffers` uses ``context.epoch`` or ``context.store``: neither is there yet.
+        """The constructor or `register_buffers` uses ``context.epoch`` or ``context.store``, which do not exist yet.
 
-        Ranks build their backends minutes apart and meet afterwards. What is named after 0 is named alike in every
-        life, so that one life's keys and agents are taken for another's.
+        Ranks build their backends minutes apart and meet later. Names made of epoch 0 are the same in every epoch, so
+        keys and agents of one epoch are taken for those of another.
         """
         ranks.run(scenarios_lives.waits_for_the_meeting, subject)
 
     @kit_test
     def test_only_the_plan_is_counted(self, ranks: RankPool, subject: Subject) -> None:
-        """Transfers are told apart by a counter of the backend's own: after an abort its peers count differently.
+        """Transfers are told apart by a counter of the backend: after an abort peers have counted differently.
 
-        What both ends must agree on follows from the plan (``generation``, ``layer``, ``sequence``, which jumps); one
-        rank may have started a transfer more than the other, and have drained it.
+        Take what both ends must agree on from the plan (``generation``, ``layer``, and ``sequence``, which may jump):
+        one rank may have started, and drained, one more transfer than another.
         """
         for across in (False, True):
             ranks.run(scenarios_lives.counts_what_the_plan_counts, subject, across, timeout_s=60)
 
     @kit_test
     def test_close_knows_what_abort_left(self, ranks: RankPool, subject: Subject) -> None:
-        """`close` says that memory is safe while a transfer still writes: it is freed, and others' data overwritten."""
+        """`close` returns that memory is safe while a transfer still writes: freed memory is overwritten."""
         for aborted in (True, False):
             ranks.run(scenarios_lives.is_quiet_once_closed, subject, aborted)
 
@@ -50,8 +50,8 @@ class LifeChecks(Gated):
     def test_cancelled_is_no_text(self, ranks: RankPool, subject: Subject) -> None:
         """`wait` decides by the words of ``context.cancelled()``, or goes on with a peer that is lost.
 
-        It is a `Cancelled`: ``peer_lost`` and ``store_lost`` are for decisions, ``reason`` is for people and may be
-        anything. Whichever it is, `wait` ends at once, with an error of ours, and the lost peer is not touched again.
+        It returns a `Cancelled`: decide by ``peer_lost`` and ``store_lost``; ``reason`` is for people and may be any
+        text. In each case `wait` must end at once with a typed error, and must not use a lost peer again.
         """
         for cancelled in _CANCELLED:
             story, peer = ranks.run(scenarios_lives.gives_up_when_told, subject, cancelled, timeout_s=30)

@@ -24,7 +24,7 @@ from eplb_core.testing.gate import tests_of
 from eplb_core.testing.kit_test import GATE, kit_test
 
 KIT_VERSION = 1
-"""Rises when the kit asks for more than it did: a backend that passed may then fail."""
+"""Rises when the kit asks for more: a backend that passed before may then fail."""
 
 
 # pytest runs what a class inherits from its last base first.
@@ -33,14 +33,14 @@ class BackendConformance(
 ):
     """Tests that every backend must pass. Inherit, set `backend_name`, and run pytest.
 
-    A test that fails shows first what its failure means, if what it is about does not hold. If the backend raised
-    before that could be seen, it shows ``not reached`` and what was raised, and says nothing of what it did not see.
+    A failing test first shows what its failure means. If the backend raised before that could be checked, it shows
+    ``not reached`` and the exception instead.
 
     Where the backend cannot be used (not installed, its ``requires`` or ``available`` say no, no such device here), the
     first test fails with the reason and the others are skipped with it: one reason, and no green run that has tested
     nothing. A suite that is to pass on machines without the device says so itself:
     ``pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")``. Likewise, when the class
-    is not whole or no communicator can be built, the test of that fails and all that need one are skipped.
+    is incomplete or no communicator can be built, the test of that fails and the tests that need one are skipped.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class BackendConformance(
 
     @kit_test
     def test_the_kit_is_complete(self, request: pytest.FixtureRequest) -> None:
-        """Tests of the kit were dropped, replaced or deselected, so passing the rest proves nothing."""
+        """Tests of the kit were dropped, replaced or deselected; passing the rest proves nothing."""
         replaced = [n for n, test in kit_tests().items() if inspect.getattr_static(type(self), n, None) is not test]
         expect(not replaced, f"replaced or dropped: {replaced}")
         left_out = sorted(set(kit_tests()) - tests_of(request))

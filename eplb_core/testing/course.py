@@ -1,4 +1,4 @@
-"""How a run of ranks that did not end well went, and which failure of which rank is to be shown for it."""
+"""A failed run of ranks: which failure of which rank is shown for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_REACHED = {
 
 
 class Course:
-    """How a run went that did not end well: what failed where, and who is in which call since when."""
+    """The course of a run: which ranks failed and how, and which rank is in which call since when."""
 
     def __init__(self, timeout_s: float) -> None:
         self.failures: dict[int, tuple[str, str]] = {}
@@ -33,12 +33,12 @@ class Course:
             self._inside[rank] = (*where, time.monotonic())
 
     def explained_by(self, silent: Sequence[int]) -> bool:
-        """Is a rank that does not come back from a call all that there is to report?"""
+        """Does a rank that does not come back from a call explain the silence of all others?"""
         unheard = bool(self.failures) and all(kind == "unheard" for kind, _ in self.failures.values())
         return unheard and any(rank in self._inside for rank in silent)
 
     def verdict(self, silent: Sequence[int]) -> Unmet | NotReached:
-        """Say what is to blame; that others then did not hear, or did not end, is left out where there is more."""
+        """Return the error to raise; ranks that only heard nothing, or did not end, are named when nobody says more."""
         texts: dict[str, dict[str, list[int]]] = {}
         for rank, (kind, text) in sorted(self.failures.items()):
             call, judged, _ = self._inside.get(rank, ("", False, 0.0))

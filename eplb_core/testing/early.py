@@ -1,4 +1,4 @@
-"""Notes who asks a backend's context for its epoch or store while the members have yet to meet."""
+"""Finds backends that read ``context.epoch`` or ``context.store`` before the members have met."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ _LATE = {"epoch": "0", "store": "None"}
 
 @contextmanager
 def reads_before_the_meeting() -> Iterator[list[str]]:
-    """Have the communicators that are built meanwhile note every read of ``context.epoch`` and ``context.store``.
-
-    The core itself reads neither: what is noted, with the line of the backend where it is, is asked too early. A copy
-    (``dataclasses.replace``) reads them as well, and rightly counts: it keeps the values from before the meeting.
+    """Record every read of ``context.epoch`` and ``context.store`` by communicators built inside this context.
 
     Yields
     ------
     list of str
-        Filled while it lasts; one text for each line that reads one of them.
+        Filled meanwhile: one text for each line that reads one of them.
+
+    Notes
+    -----
+    The core itself reads neither, so every read is one of the backend, and too early. A copy (``dataclasses.replace``)
+    counts as well, and rightly: it keeps the values from before the meeting.
     """
     reads: list[str] = []
 
@@ -45,7 +47,7 @@ def reads_before_the_meeting() -> Iterator[list[str]]:
 
 @contextmanager
 def building(text: str) -> Iterator[list[str]]:
-    """Expect that a backend can be built, as `expecting` does; what was read too early is told with what was raised."""
+    """Expect that a backend can be built, as `expecting` does; a failure also names what was read too early."""
     with reads_before_the_meeting() as reads:
         try:
             yield reads

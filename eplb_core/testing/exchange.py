@@ -1,4 +1,4 @@
-"""A connected communicator whose hooks a scenario calls one by one, with its landing memory and live rows in sight."""
+"""A connected communicator whose hooks a scenario calls one by one, with access to landing memory and live rows."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ PATTERN = 0xA5
 def communicator(
     stage: Stage, subject: Subject, weights: Any, *, name: str = "default", control: Any = None, **given: Any
 ) -> Communicator:
-    """Build a communicator over the subject.
+    """Build a communicator of the backend under test.
 
     Parameters
     ----------
     stage, subject : Stage, Subject
-        Who, and over which backend.
+        The rank, and the backend under test.
     weights : list of list of torch.Tensor
-        To register.
+        Tensors to register.
     name : str
-        Of the communicator.
+        Name of the communicator.
     control : ControlPlane or None
         None makes one of its own.
     **given
@@ -46,18 +46,18 @@ def communicator(
 
 
 class Exchange:
-    """Drives the hooks of a backend itself: plans from maps, ``transfer``, ``wait``, and what lies in landing memory.
+    """Calls the hooks of a backend itself: makes plans, calls ``transfer`` and ``wait``, reads landing memory.
 
     Parameters
     ----------
     stage, subject : Stage, Subject
-        Who, and over which backend.
+        The rank, and the backend under test.
     row_nbytes : sequence of sequence of int
         ``[num_layers][num_tensors]``.
     num_rows : int
         Physical experts per rank.
     maps : sequence of Map or None
-        Placements to go through; None shuffles two.
+        Placements to go through; None makes two random ones.
     **given
         See `communicator`.
     """
@@ -102,9 +102,11 @@ class Exchange:
         )
 
     def complete(self, check: Callable[[bool, str], None] = reach) -> None:
-        """Exchange a layer in slot 0 as ever, on all ranks, so that what follows meets a backend that has worked.
+        """Exchange a layer in slot 0 on all ranks, so that the test starts with a backend that has worked.
 
-        `check` is `expect` where that the rows are there is what the test is about.
+        Notes
+        -----
+        `check` is `expect` in tests that are about these rows, else `reach`.
         """
         plan = self.plan()
         self.hooks.wait(self.hooks.transfer(plan), 10.0)
@@ -113,7 +115,7 @@ class Exchange:
         check(not missing, f"an exchange in which nothing is amiss left (tensor, row) {missing[:8]} out")
 
     def renew(self) -> None:
-        """Have the host write other weights, on all ranks: bytes of an earlier exchange are then wrong everywhere."""
+        """Write other weights on all ranks, so that bytes of an earlier exchange are wrong everywhere."""
         self.model.version += 1
         self.model.fill(self.maps[0])
         if self.model.device != "cpu":
@@ -122,7 +124,7 @@ class Exchange:
         self.meet()
 
     def missing(self, plan: TransferPlan, *, new: int = 1) -> list[tuple[int, int]]:
-        """Return (tensor, row) of what the plan receives and landing memory does not hold."""
+        """Return the (tensor, row) pairs that the plan receives and landing memory does not hold."""
         moves, wrong = plan.receives, []
         landed = self.session.landing.landed_rows(plan.slot, moves)
         for tensor, row, there in zip(moves.tensor.tolist(), moves.row.tolist(), landed, strict=True):
@@ -132,38 +134,40 @@ class Exchange:
         return wrong
 
     def call_off(self, cancelled: Cancelled, *, after_s: float = 0.0) -> None:
-        """Have ``context.cancelled()`` answer so, from a moment on, whatever the others do."""
+        """Make ``context.cancelled()`` return this value after a moment."""
         since = time.monotonic() + after_s
         _, watch = self.session.entered
         watch.cancelled = lambda: cancelled if time.monotonic() >= since else None  # type: ignore[method-assign]
 
     def close_backend(self, *, undrained: bool) -> bool:
-        """Close the backend by force and return what the core makes of its answer: is memory safe?
+        """Close the backend by force, and return whether the core takes memory for safe.
 
-        The core is told that it is not, so that landing memory stays where it is, to be watched.
+        Notes
+        -----
+        The core is told that it is not, so that landing memory stays allocated and can be watched.
         """
         safe = self.session.close_backend(force=True, undrained=undrained)
         self.session.close_backend = lambda **_: False  # type: ignore[method-assign]
         return safe
 
     def progress(self) -> None:
-        """Move the backend on, unless it says that it needs none."""
+        """Call the backend's ``progress``, if it has one."""
         if getattr(self.backend, "needs_progress", True):
             self.backend.progress()
 
     def pump(self, seconds: float) -> None:
-        """Move the backend on for a while."""
+        """Call the backend's ``progress`` for a while."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.progress()
             time.sleep(1e-2)
 
     def meet(self) -> None:
-        """Wait for every rank, moving the backend on: a peer may still read from here."""
+        """Wait for every rank and call ``progress`` meanwhile: a peer may still read from here."""
         self.stage.meet(self.progress)
 
     def hear(self, word: str, timeout_s: float = 15.0) -> None:
-        """Wait for a word of another rank, moving the backend on."""
+        """Wait for a word of another rank and call ``progress`` meanwhile."""
         self.stage.hear(word, timeout_s, self.progress)
 
     def paint(self, slot: int) -> None:

@@ -53,6 +53,8 @@ def expecting(text: str) -> Iterator[None]:
 def told(error: BaseException) -> str:
     """Return an exception's type and text, what caused it, and the lines of the backend in which it came up.
 
+    Notes
+    -----
     Frames of the core and of the kit are left out, and so is an error that only repeats its cause: the same fault then
     reads the same, whichever test meets it.
     """

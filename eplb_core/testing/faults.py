@@ -40,11 +40,11 @@ class FaultInjector(Observer):
         "hang": this thread goes no further until `release`, the rest of the process lives on; "corrupt", at "landed"
         alone: one byte that landed is inverted.
     generation : int
-        In which rearrangement, from 1.
+        Number of the rearrangement in which it acts, from 1.
     layer : int or None
         In which layer; None acts at the first that comes, to corrupt at the first in which rows land here.
     delay_s : float
-        For "delay".
+        Seconds of the action "delay".
     name : str
         Tells several injectors of one communicator apart.
     hang_limit_s : float
@@ -52,7 +52,7 @@ class FaultInjector(Observer):
     landed_row, byte : int
         What to corrupt: which of the rows that landed, in the plan's order, and which byte of it.
     acted : bool
-        Did it?
+        Has it acted?
 
     Raises
     ------

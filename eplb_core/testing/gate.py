@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NoReturn
 import pytest
 
 from eplb_core.backend import BackendInfo
-from eplb_core.discovery.discover import discover, load_target
+from eplb_core.discovery.discover import discover
+from eplb_core.discovery.load import load_target
 from eplb_core.discovery.select import resolve
 from eplb_core.errors import EplbError
 from eplb_core.testing import scenarios_growth
@@ -31,6 +32,8 @@ _DEVICE_GROUP = (
 class Gated:
     """What every group of kit tests stands on: the backend under test, its ranks, and the gate before each test.
 
+    Notes
+    -----
     The attributes are those of `BackendConformance`, which describes them.
     """
 

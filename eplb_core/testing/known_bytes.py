@@ -12,9 +12,9 @@ def known_bytes(layer: int, tensor: int, expert: int, nbytes: int, version: int 
     Parameters
     ----------
     layer, tensor, expert : int
-        Which row.
+        Indices of the row.
     nbytes : int
-        Its size.
+        Size of the row.
     version : int
         Other bytes for every row: a seed, or how often the host has changed the weights.
 

@@ -19,13 +19,13 @@ class Model:
     Parameters
     ----------
     rank : int
-        Whose they are.
+        Rank that holds these weights.
     num_rows : int
         Physical experts per rank.
     row_nbytes : sequence of sequence of int
         ``[num_layers][num_tensors]``.
     device : str
-        Where they live.
+        Device of the weights.
     version : int
         Other bytes for every expert, for weights that the host changes.
     """

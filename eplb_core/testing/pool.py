@@ -28,7 +28,7 @@ class Subject:
     Parameters
     ----------
     backend : str
-        Its name.
+        Name of the backend.
     options : mapping of str to object
         Options given to every communicator.
     device_type : str
@@ -49,11 +49,11 @@ class Stage:
     Parameters
     ----------
     rank : Rank
-        The process.
+        The process that runs the scenario.
     world_size : int
         Ranks that take part.
     namespace : str
-        Of this scenario's run alone.
+        Namespace of the store that this run of the scenario has to itself.
     """
 
     def __init__(self, rank: Rank, world_size: int, namespace: str) -> None:
@@ -114,9 +114,9 @@ class Stage:
         Parameters
         ----------
         call : str
-            How it is shown: "rank 0 is still in `call` after 8 s".
+            Name of the call, as shown in "rank 0 is still in `call` after 8 s".
         judged : bool
-            Is that it comes back what the test at hand is about?
+            Is the current test about whether this call returns?
         """
         self._rank.tell(("inside", (call, judged)))
         try:
@@ -138,14 +138,16 @@ Scenario = Callable[..., Any]
 class RankPool:
     """Processes that run scenarios until one fails; then they are killed, and the next run starts new ones.
 
-    They are daemonic, as an engine's workers may be: a backend that starts processes of its own fails.
-
     Parameters
     ----------
     world_size : int
-        How many; a scenario may use fewer.
+        Number of processes; a scenario may use fewer.
     env : mapping of str to str or None
-        Set in the ranks.
+        Environment variables to set in the ranks.
+
+    Notes
+    -----
+    They are daemonic, as an engine's workers may be, so a backend that starts processes of its own fails.
     """
 
     def __init__(self, world_size: int, env: Mapping[str, str] | None = None) -> None:
@@ -247,7 +249,7 @@ def _client_of(rank: Rank) -> Any:
 
 
 def serve(rank: Rank) -> None:
-    """Run what the pool orders until it orders nothing more."""
+    """Run scenarios that the pool sends until it sends None."""
     rank.tell("here")
     while (order := rank.listen(_IDLE_S)) is not None:
         namespace, world_size, scenario, args = order
@@ -266,7 +268,7 @@ def serve(rank: Rank) -> None:
 
 
 def _heard(ranks: Ranks, rank: int) -> tuple[str, Any]:
-    """Return (kind, value) of what a rank says next, or an empty kind when it says nothing for a moment."""
+    """Return (kind, value) of a rank's next note; the kind is empty when there is none within 10 ms."""
     try:
         kind, value = ranks.hear(rank, 0.01)
     except TimeoutError:

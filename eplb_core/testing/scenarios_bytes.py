@@ -1,4 +1,4 @@
-"""Scenarios in which placements change and every byte is looked at."""
+"""Scenarios in which placements change and every byte is checked."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ def rearranges(
     fields: dict[str, Any] | None = None,
     judged_after: int | None = None,
 ) -> int:
-    """Go through placements and look at every row after each; return the bytes that the reports count.
+    """Go through placements and check every row after each; return the bytes that the reports count.
 
-    After so many placements that were reached, `judged_after`, one that raises is what the test at hand is about.
+    Notes
+    -----
+    Once `judged_after` placements were reached, an exception counts as a failure of what the test is about.
     """
     placements: list[Map] = [np.array(placement, dtype=np.int64) for placement in maps]
     num_rows = placements[0].shape[1] // stage.world_size
@@ -116,7 +118,7 @@ def lands_in_the_hosts_memory(stage: Stage, subject: Subject) -> None:
 
 
 def follows_the_hosts_changes(stage: Stage, subject: Subject) -> None:
-    """Let the host write new weights between two rearrangements; they travel as they then are."""
+    """Write new weights between two rearrangements; the new bytes must be moved."""
     maps = shuffles(2, 2, stage.world_size, 4, seed=3)
     model = Model(stage.rank, 4, [[128, 40]] * 2, subject.device_type)
     model.fill(maps[0])

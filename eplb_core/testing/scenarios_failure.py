@@ -1,4 +1,4 @@
-"""Scenarios in which a peer does not come, raises, dies or lies, and what a backend then owes the others."""
+"""Scenarios in which a peer does not come, raises, dies or sends wrong data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT_BESIDE_A_DEATH_S = 3.0
 
 
 def waits_for_nobody(stage: Stage, subject: Subject, limit_is_judged: bool = False) -> dict[str, Any]:
-    """After a whole exchange, wait in its slot for a peer that never starts; say how that ended on rank 0."""
+    """After a complete exchange, wait for a peer that never starts; return how the wait ended on rank 0."""
     with Exchange(stage, subject) as exchange:
         exchange.complete()
         exchange.renew()
@@ -33,9 +33,11 @@ def waits_for_nobody(stage: Stage, subject: Subject, limit_is_judged: bool = Fal
 
 
 def waits_beside_a_death(stage: Stage, subject: Subject) -> dict[str, Any]:
-    """Wait for a peer that never starts while a third rank dies; say how that ended on rank 0.
+    """Wait for a peer that never starts while a third rank dies; return how the wait ended on rank 0.
 
-    Every ballot but that of rank 0 may be in by then: what its `wait` says decides.
+    Notes
+    -----
+    All other ballots may be in by then, so the result of rank 0's `wait` decides.
     """
     old = np.arange(12)[None].repeat(2, 0)
     new = old[:, [4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11]]
@@ -62,14 +64,14 @@ def _wait_for_a_peer_that_does_not_come(exchange: Exchange, limit_s: float, judg
     except Exception as error:
         story = {"error": type(error).__name__, "typed": isinstance(error, EplbError), "text": str(error)}
     else:
-        # Who reads its peer's live rows needs nothing of it; then the rows are there, as the host last wrote them.
+        # A backend that reads live rows needs nothing from its peer; then the rows are there, as last written.
         story = {"error": "", "missing": exchange.missing(plan)}
     exchange.stage.say("rank 0 is done")
     return story | {"seconds": time.monotonic() - started}
 
 
 def _stay_away(exchange: Exchange, limit_s: float, patience_s: float) -> dict[str, Any]:
-    """Start nothing until rank 0's wait has ended, or has lasted so long that it may never end."""
+    """Start nothing until rank 0's wait has ended or has clearly outlasted its limit."""
     try:
         exchange.stage.hear("rank 0 is done", patience_s)
     except UnheardError:
@@ -78,7 +80,7 @@ def _stay_away(exchange: Exchange, limit_s: float, patience_s: float) -> dict[st
 
 
 def hears_that_a_peer_gave_up(stage: Stage, subject: Subject) -> None:
-    """One rank raises before its transfer; the other, which waits for it, must not wait out its own limit."""
+    """One rank raises before its transfer; the rank that waits for it must not wait until its own limit."""
     maps = shuffles(2, 1, stage.world_size, 4, seed=9)
     model = Model(stage.rank, 4, [[64, 24]], subject.device_type)
     model.fill(maps[0])
@@ -101,7 +103,7 @@ def hears_that_a_peer_gave_up(stage: Stage, subject: Subject) -> None:
 
 
 def stays_usable_after_an_abort(stage: Stage, subject: Subject) -> None:
-    """Abort one rearrangement on all ranks; whatever was drained, the next one (after rebuild, if need be) is exact."""
+    """Abort one rearrangement on all ranks; the next one (after rebuild, if needed) must be exact."""
     maps = shuffles(3, 3, stage.world_size, 4, seed=10)
     model = Model(stage.rank, 4, [[64, 24]] * 3, subject.device_type)
     model.fill(maps[0])
@@ -132,7 +134,7 @@ def stays_usable_after_an_abort(stage: Stage, subject: Subject) -> None:
 
 
 def drains_what_it_says_it_drained(stage: Stage, subject: Subject) -> None:
-    """Abort a transfer whose peer has not started; when that says drained, landing memory is never written again."""
+    """Abort a transfer whose peer has not started; if `abort` returns drained, landing memory must stay unwritten."""
     with Exchange(stage, subject) as exchange:
         exchange.complete()
         if stage.rank == 0:
@@ -152,7 +154,7 @@ def drains_what_it_says_it_drained(stage: Stage, subject: Subject) -> None:
             expect(painted or not drained, "abort said drained, and landing memory was written after it")
         else:
             stage.hear("aborted", 20.0)
-            with suppress(EplbError):  # its peer is gone: that is no fault of this rank's
+            with suppress(EplbError):  # its peer is gone, which is not this rank's failure
                 exchange.hooks.wait(exchange.hooks.transfer(exchange.plan(generation=2)), LIMIT_S)
             stage.say("started late")
             stage.hear("looked", 20.0)
@@ -173,7 +175,7 @@ def closes_at_once(stage: Stage, subject: Subject) -> None:
 
 
 def loses_a_rank(stage: Stage, subject: Subject) -> dict[str, Any]:
-    """Kill the last rank in the middle of a layer; the others learn it, rebuild without it and go on."""
+    """Kill the last rank in the middle of a layer; the others must notice, rebuild without it and go on."""
     world, dead = stage.world_size, stage.world_size - 1
     maps = shuffles(2, 2, world, 4, seed=11)
     model = Model(stage.rank, 4, [[64, 24]] * 2, subject.device_type)
@@ -207,7 +209,7 @@ def loses_a_rank(stage: Stage, subject: Subject) -> dict[str, Any]:
 
 
 def refuses_foreign_metadata(stage: Stage, subject: Subject) -> list[str]:
-    """Hand the backend payloads that it did not write; return what was accepted, or refused without a typed error."""
+    """Give the backend payloads that it did not write; return those accepted, or refused without a typed error."""
     with Exchange(stage, subject) as exchange:
         local = exchange.session.local
         stage.meet()
@@ -240,7 +242,7 @@ def refuses_foreign_metadata(stage: Stage, subject: Subject) -> list[str]:
 
 
 def joins_late(stage: Stage, subject: Subject) -> None:
-    """Two ranks go on alone; a third joins them later, with a communicator that knew nothing of theirs."""
+    """Two ranks go on alone; a third joins them later, with a communicator of its own."""
     world, late = stage.world_size, stage.world_size - 1
     maps = shuffles(3, 2, world, 4, seed=12)
     model = Model(stage.rank, 4, [[64, 24]] * 2, subject.device_type)
@@ -273,7 +275,7 @@ def joins_late(stage: Stage, subject: Subject) -> None:
 
 
 def meets_peers_one_by_one(stage: Stage, subject: Subject) -> None:
-    """Plans name a further pair of ranks each time; earlier pairs must stay connected."""
+    """Each plan names one more pair of ranks; earlier pairs must stay connected."""
     world = stage.world_size
     model = Model(stage.rank, 2, [[64, 24]], subject.device_type)
     held = np.arange(2 * world)[None]

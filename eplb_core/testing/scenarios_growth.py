@@ -1,4 +1,4 @@
-"""Scenarios that measure what a backend takes from its process, its peers and the store."""
+"""Scenarios that measure what a backend uses of its process, its peers and the store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def footprint(stage: Stage) -> dict[str, int]:
-    """Return what this process holds: descriptors, threads, KiB of memory; and the keys of the store."""
+    """Return the descriptors, threads and KiB of memory of this process, and the number of keys in the store."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return {
@@ -75,7 +75,7 @@ def lives_many_times(stage: Stage, subject: Subject) -> list[dict[str, int]]:
 
 
 def takes_memory(stage: Stage, subject: Subject, num_layers: int, row_nbytes: int) -> dict[str, int]:
-    """Swap every row of every layer between two ranks; return bytes of one layer, of landing, and of all that came."""
+    """Swap every row of every layer between two ranks; return the bytes of a layer, of landing memory, and received."""
     half = 4 * stage.world_size // 2
     old = np.arange(2 * half)[None].repeat(num_layers, 0)
     new = np.roll(old, half, axis=1)
@@ -96,7 +96,7 @@ def takes_memory(stage: Stage, subject: Subject, num_layers: int, row_nbytes: in
 
 
 def is_built(stage: Stage, subject: Subject) -> None:
-    """Build a communicator over a small model, connecting nothing."""
+    """Build a communicator over a small model without connecting it."""
     model = Model(stage.rank, 4, [[64, 24]], subject.device_type)
     with stage.inside("its constructor or register_buffers", judged=True), building("it cannot be built"):
         comm = communicator(stage, subject, model.weights)
@@ -104,7 +104,7 @@ def is_built(stage: Stage, subject: Subject) -> None:
 
 
 def describes_itself(stage: Stage, subject: Subject) -> dict[str, Any]:
-    """Register the weights of a large model; return what travels as metadata."""
+    """Register the weights of a large model; return the metadata that is sent."""
     weights = [[torch.zeros(32, 2 + tensor, dtype=torch.uint8) for tensor in range(6)] for _ in range(61)]
     comm = communicator(stage, subject, [[t.to(subject.device_type) for t in layer] for layer in weights])
     payload = comm._lives.epoch.local.payload
@@ -114,7 +114,7 @@ def describes_itself(stage: Stage, subject: Subject) -> dict[str, Any]:
 
 
 def serialises(stage: Stage, subject: Subject) -> list[str]:
-    """Connect and exchange while pickle's functions tell who calls them; return the calls."""
+    """Connect and exchange while calls of pickle's functions are recorded; return these calls."""
     calls: list[str] = []
     kept = {name: getattr(pickle, name) for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler")}
 
@@ -140,18 +140,18 @@ def serialises(stage: Stage, subject: Subject) -> list[str]:
 
 
 def is_pickle(payload: bytes) -> bool:
-    """Does a payload read as a pickle from its first byte to its last?"""
+    """Is a payload a complete pickle?"""
     if len(payload) < 2:
         return False
     try:
         last = max(position or 0 for _, _, position in pickletools.genops(payload))
-    except Exception:  # anything that is no pickle, in whatever way
+    except Exception:  # not a pickle
         return False
     return last == len(payload) - 1
 
 
 def _files_kib() -> int:
-    """Return the memory of files in memory that are open here, in KiB; unless they are mapped, no process has it."""
+    """Return the size of open in-memory files in KiB; memory that is not mapped counts for no process."""
     sizes = {}
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # it was closed meanwhile

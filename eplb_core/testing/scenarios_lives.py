@@ -1,4 +1,4 @@
-"""Scenarios about what must not outlive a failure: counters, a transfer behind a close, doubt about who is lost."""
+"""Scenarios about what must not outlive a failure: counters, a transfer after a close, a lost peer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _StartsOneLess(Observer):
         here = self._stage.rank == 1 and (name, plan.generation, plan.layer) == ("wait", 2, 1)
         if here and not self._has_acted:
             self._has_acted = True
-            with suppress(UnheardError):  # where a wait needs its peer's, no rank can be a transfer ahead
+            with suppress(UnheardError):  # if a wait needs its peer's wait, no rank can be a transfer ahead
                 self._stage.hear("one more is started", _ONE_MORE_S, self.pump)
             raise InjectedFault("injected in wait of layer 1")
 
@@ -50,10 +50,12 @@ class _StartsOneLess(Observer):
 
 
 def counts_what_the_plan_counts(stage: Stage, subject: Subject, across: bool) -> None:
-    """Abort a layer when one rank has started the next one and the other has not; what follows is exact.
+    """Abort a layer when one rank has started the next one and the other has not; later layers must be exact.
 
-    With `across` rows of that next layer travel, else they stay on their ranks: then every backend has drained it.
-    Layers that move nothing are left out of the rearrangements after it, so that the plans' sequences jump as well.
+    Notes
+    -----
+    With `across`, rows of that next layer move between ranks; else they stay on their ranks, and every backend has
+    drained it. The following rearrangements leave out layers that move nothing, so that the plans' sequences jump too.
     """
     maps = shuffles(4, _NUM_LAYERS, stage.world_size, _NUM_ROWS, seed=18)
     if not across:
@@ -87,21 +89,21 @@ def counts_what_the_plan_counts(stage: Stage, subject: Subject, across: bool) ->
 
 
 def _skipping_layers(held: Map, wanted: Map) -> list[Map]:
-    """Go from one placement to the other by the even layers, then by the odd ones."""
+    """Change the placement of the even layers first, then that of the odd ones."""
     first = wanted.copy()
     first[1::2] = held[1::2]
     return [first, wanted]
 
 
 def is_quiet_once_closed(stage: Stage, subject: Subject, aborted: bool) -> None:
-    """Close by force over a transfer whose peer comes only afterwards; what close calls safe is never written again."""
+    """Close by force with a transfer whose peer starts only later; memory that close calls safe must stay unwritten."""
     with Exchange(stage, subject) as exchange:
         exchange.complete()
         if stage.rank == 0:
             _close_and_watch(exchange, aborted=aborted)
         else:
             stage.hear("closed", 20.0)
-            with suppress(EplbError):  # its peer is gone: that is no fault of this rank's
+            with suppress(EplbError):  # its peer is gone, which is not this rank's failure
                 exchange.hooks.wait(exchange.hooks.transfer(exchange.plan(generation=2)), PROMPT_S)
             stage.say("started late")
             stage.hear("looked", 20.0)
@@ -132,7 +134,7 @@ def _close_and_watch(exchange: Exchange, *, aborted: bool) -> None:
 
 
 def gives_up_when_told(stage: Stage, subject: Subject, cancelled: Cancelled) -> dict[str, Any]:
-    """Wait for a peer that never starts, and have ``context.cancelled()`` answer after a moment; say how that ended."""
+    """Wait for a peer that never starts; ``context.cancelled()`` answers after a moment. Return how the wait ended."""
     with Exchange(stage, subject, timeout_s=_LIMIT_S) as exchange:
         exchange.complete()
         exchange.renew()
@@ -153,10 +155,10 @@ def gives_up_when_told(stage: Stage, subject: Subject, cancelled: Cancelled) -> 
         except Exception as error:
             story |= {"error": f"{type(error).__name__}: {error}", "typed": isinstance(error, EplbError)}
         else:
-            # Who reads its peer's live rows may have been done by then; then the rows are there.
+            # A backend that reads live rows may be done by then; then the rows are there.
             story["missing"] = exchange.missing(plan)
         story["seconds"] = time.monotonic() - started - CALLED_OFF_S
-        # What the core does next: it aborts the handle, and goes on pumping while it votes.
+        # The core then aborts the handle, and keeps calling progress() while it votes.
         try:
             exchange.backend.abort(handle, "the kit aborts")
             exchange.pump(0.1)
@@ -167,7 +169,7 @@ def gives_up_when_told(stage: Stage, subject: Subject, cancelled: Cancelled) -> 
 
 
 def waits_for_the_meeting(stage: Stage, subject: Subject) -> None:
-    """Build a communicator, and look whether its backend asks for what only the members' meeting will settle."""
+    """Build a communicator, and check whether its backend reads what is known only after the meeting."""
     model = Model(stage.rank, _NUM_ROWS, [[64, 24]], subject.device_type)
     old = np.arange(stage.world_size * _NUM_ROWS)[None]
     model.fill(old)

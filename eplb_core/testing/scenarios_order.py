@@ -1,4 +1,4 @@
-"""Scenarios about what is complete when a hook returns, and what a hook leaves alone."""
+"""Scenarios about what is complete when a hook returns, and what a hook must not touch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PROMPT_S = 1.5
 
 
 def returns_from_transfer_at_once(stage: Stage, subject: Subject) -> None:
-    """Start a transfer whose peers have not started theirs, after one in which nobody is late."""
+    """Start a transfer before its peers start theirs, after an ordinary one."""
     with Exchange(stage, subject) as exchange:
         try:
             handle = exchange.hooks.transfer(exchange.plan())
-        except DiscoveryError as error:  # the core's answer to None, which pluggy takes for no implementation
+        except DiscoveryError as error:  # raised for None, which pluggy takes for no implementation
             raise Unmet(str(error)) from error
         exchange.hooks.wait(handle, 10.0)
         exchange.meet()
@@ -41,9 +41,11 @@ def returns_from_transfer_at_once(stage: Stage, subject: Subject) -> None:
 
 
 def waits_for_a_late_source(stage: Stage, subject: Subject) -> None:
-    """Let one rank start late, in both directions; what `wait` said had landed must lie there.
+    """Let one rank start late, in both directions; when `wait` returns, the rows must be in landing memory.
 
-    In the slot, and of the layer, that an earlier exchange has filled: a `wait` that looks too early finds something.
+    Notes
+    -----
+    An earlier exchange has filled the same slot with the same layer, so a `wait` that returns early finds old rows.
     """
     with Exchange(stage, subject) as exchange:
         exchange.complete(expect)
@@ -59,7 +61,7 @@ def waits_for_a_late_source(stage: Stage, subject: Subject) -> None:
 
 
 def keeps_two_layers_apart(stage: Stage, subject: Subject) -> None:
-    """Have two layers in flight; the first one's rows stay in landing memory while the second one lands."""
+    """Have two layers in flight; rows of the first must stay in landing memory while the second lands."""
     with Exchange(stage, subject, staging_layers=2) as exchange:
         plans = [exchange.plan(layer, slot=layer) for layer in range(2)]
         handles = [exchange.hooks.transfer(plan) for plan in plans]
@@ -96,7 +98,7 @@ def leaves_the_plan_alone(stage: Stage, subject: Subject) -> None:
         before = _columns(plan)
         try:
             exchange.hooks.wait(exchange.hooks.transfer(plan), 10.0)
-        except ValueError as error:  # numpy's, where a read-only array is to be written
+        except ValueError as error:  # from numpy, for a write into a read-only array
             if "read-only" in str(error) or "WRITEABLE" in str(error):
                 raise Unmet(f"the plan's arrays are read-only: {told(error)}") from error
             raise
@@ -147,7 +149,7 @@ def returns_from_progress_at_once(stage: Stage, subject: Subject) -> None:
 
 
 def runs_beside_the_engine(stage: Stage, subject: Subject) -> None:
-    """Rearrange from worker threads while the thread that built the communicator computes; nothing of its changes."""
+    """Rearrange from worker threads while the thread that built the communicator computes; its data must not change."""
     maps = shuffles(3, 4, stage.world_size, 4, seed=8)
     model = Model(stage.rank, 4, [[20_000, 24]] * 4, subject.device_type)
     model.fill(maps[2])

@@ -1,11 +1,11 @@
-"""Whether a backend can be examined on this machine, before anything of it is blamed for what the machine lacks."""
+"""Whether a backend can be examined on this machine, so that it is not blamed for what the machine lacks."""
 
 from __future__ import annotations
 
 import torch
 
 from eplb_core.backend import BackendInfo
-from eplb_core.discovery.rules import first_rejection, need_of
+from eplb_core.discovery.usable import first_rejection, need_of
 
 
 def device_for(info: BackendInfo, asked: str | None = None) -> str:
@@ -21,7 +21,7 @@ def device_for(info: BackendInfo, asked: str | None = None) -> str:
     Returns
     -------
     str
-        Where none of those declared is here, the first of them.
+        Device type; the first declared one when none of them is here.
     """
     if asked is not None:
         return asked
@@ -57,7 +57,7 @@ def why_not_here(info: BackendInfo, device_type: str | None = None) -> str | Non
 
 
 def _is_here(device_type: str) -> bool:
-    """Has torch such a device here? Asks without initialising it: the ranks are to do that."""
+    """Does torch see such a device here? Does not initialise it, which is left to the ranks."""
     kind = device_type.partition(":")[0]
     if kind == "cpu":
         return True

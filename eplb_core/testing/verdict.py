@@ -1,4 +1,4 @@
-"""Runs the conformance kit on one backend, outside a test suite of its own, and says how each test ended."""
+"""Runs the conformance kit on one backend without a test suite of its own; the outcome of each test."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class Verdict:
     Parameters
     ----------
     test : str
-        Its name, without ``test_``.
+        Name of the test, without ``test_``.
     outcome : {"passed", "failed", "not reached", "not run", "not claimed"}
-        "not reached": the backend raised, or a rank was lost, before it could be seen whether it fails. "not run": what
-        another test shows, or what is missing here, leaves nothing to run. "not claimed": the capability behind it is
+        "not reached": the backend raised, or a rank was lost, before the test could decide. "not run": another test
+        failed first, or this machine lacks something. "not claimed": the capability behind it is
         not declared. Only "passed" and "not claimed" are good (`GOOD`).
     meaning : str
-        What it means when the outcome is "failed".
+        Meaning of the outcome "failed".
     detail : str
-        How it failed, or why it did not run.
+        How the test failed, or why it did not run.
     seconds : float
-        How long it took.
+        Time that the test took.
     """
 
     test: str
@@ -75,7 +75,7 @@ def examine(
     Parameters
     ----------
     name : str
-        Of the backend.
+        Name of the backend.
     env : mapping of str to str or None
         Environment of the ranks.
     device_type : str or None
@@ -103,7 +103,7 @@ def examine(
         module = Path(folder) / "test_conformance.py"
         text = _MODULE.format(name=name, env=dict(env or {}), device_type=device_type, device_group=device_group)
         module.write_text(text, encoding="utf-8")
-        settings = Path(folder) / "pytest.ini"  # of its own: the working directory's are not the kit's business
+        settings = Path(folder) / "pytest.ini"  # its own: settings of the working directory must not matter
         settings.write_text("[pytest]\n", encoding="utf-8")
         plugins = ("-p", "no:terminal", "-p", "no:cacheprovider")
         wanted = [f"{module}::TestConformance::{test}" for test in chosen] if tests else [str(module)]
@@ -148,13 +148,13 @@ class _Collector:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
-        """Keep what a report does not say: that a test ended before it could look at what it is about."""
+        """Note which tests ended before they could decide, which a report does not say."""
         if call.excinfo is not None and isinstance(call.excinfo.value, NotReached):
             item.user_properties.append((_NOT_REACHED, str(call.excinfo.value).removeprefix(PREFIX)))
         return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take a test's first report that decides."""
+        """Take the first report of a test that decides its outcome."""
         test = report.nodeid.rpartition("::")[2]
         if any(verdict.test == test.removeprefix("test_") for verdict in self.verdicts):
             return
@@ -180,7 +180,7 @@ class _Collector:
 
 
 def _failure_of(report: pytest.TestReport) -> str:
-    """Return what failed, without the meaning that the kit puts in front of it, and without pytest's frames."""
+    """Return the failure without the meaning that the kit puts in front of it, and without pytest's frames."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = str(crash.message if crash is not None else report.longrepr)
     return text.partition("\n\n")[2] or text

@@ -1,4 +1,4 @@
-"""Leaving: in peace, with a goodbye that lets the store's host leave too, or at once, so that the neighbours notice."""
+"""Leaving an epoch: with a goodbye, which lets the store's host leave too, or at once, so that neighbours notice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger("eplb_core")
 
 
 def say_goodbye(members: Members, *, tidies: bool = False) -> None:
-    """Tell the ring and the store, if it is still there, that this rank leaves in peace; tidy up first if asked."""
+    """Say goodbye to the ring, and to the store if it answers; tidy up first if asked."""
     if members.ring is not None:
         members.ring.poll()
     with suppress(StoreGone):
@@ -29,7 +29,7 @@ def say_goodbye(members: Members, *, tidies: bool = False) -> None:
 
 
 def vanish(members: Members) -> None:
-    """Leave the ring without a goodbye, so that the neighbours count this rank out at once."""
+    """Leave the ring without a goodbye; the neighbours then take this rank for dead at once."""
     with suppress(StoreGone):
         members.client.set(members.key(f"bye/{members.rank}"), b"1")  # the store's host need not wait for it
     if members.ring is not None:
@@ -37,7 +37,7 @@ def vanish(members: Members) -> None:
 
 
 def await_goodbyes(members: Members, timeout_s: float) -> None:
-    """Stay until every other member said goodbye or is known dead, at most `timeout_s`: the store lives here."""
+    """Stay, at most `timeout_s`, until every other member said goodbye or is known dead: the store lives here."""
     client = members.client
     deadline, pause_s = Deadline(timeout_s), 1e-3
     waiting = {rank for rank in members.members if rank != members.rank} - set(members.dead)
@@ -61,6 +61,6 @@ def await_goodbyes(members: Members, timeout_s: float) -> None:
 
 
 def take_post_back(members: Members) -> None:
-    """Delete this rank's post: its number is free for whoever comes next."""
+    """Delete this rank's post, so that another process may become this rank."""
     with suppress(StoreGone):
         members.client.delete(post_key(members.rank))

@@ -1,4 +1,4 @@
-"""Waiting with open eyes: who is gone, who stalls, and what is to blame when something fails."""
+"""While this rank waits: which member is gone, which one stalls, and what caused a failure."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _LONGEST_PAUSE_S = 1e-3
 
 
 class Diagnosis:
-    """One rank's watch over its members.
+    """Watches the members for one rank.
 
     Parameters
     ----------
     members : Members
-        Of an epoch.
+        The members of the epoch.
     leaving : callable
-        Says why this rank itself wants to leave, from another thread, if so.
+        Returns why this rank itself wants to leave, as another thread asked, or None.
     """
 
     def __init__(self, members: Members, leaving: Callable[[], EplbError | None] = lambda: None) -> None:
@@ -44,13 +44,13 @@ class Diagnosis:
     # --- while a backend works ---------------------------------------------------------------------------------------
 
     def attend(self, vote: Vote) -> None:
-        """Make a vote the one whose abort cancels the backend's loops."""
+        """Choose the vote whose abort cancels the backend's loops."""
         self._at_hand = vote
         self._cancelled = None
         self._looked_at_s = 0.0
 
     def cancelled(self) -> Cancelled | None:
-        """Tell a backend's loop why it should give up, if so; looks at most every 2 ms."""
+        """Return why a backend's loop should give up, or None; looks at most every 2 ms."""
         now = time.monotonic()
         if now - self._looked_at_s < _LOOK_EVERY_S:
             return self._cancelled
@@ -80,10 +80,12 @@ class Diagnosis:
     def decide(
         self, vote: Vote, *, timeout_s: float | None = None, progress: Callable[[], None] | None = None
     ) -> Decision:
-        """Wait for a vote's decision, at most `timeout_s`, watching the neighbours and moving the backend on.
+        """Wait for a decision, at most `timeout_s`; meanwhile watch the neighbours and call the backend's ``progress``.
 
-        Polls with back-off, for every backend: torch's store prints two warnings for each blocking wait that runs out,
-        and a wait cut into slices, which it must be to look at the neighbours, runs out all the time.
+        Notes
+        -----
+        It polls with back-off. A blocking wait would have to be cut into slices to look at the neighbours, and torch's
+        store prints two warnings for each slice that runs out.
         """
         deadline = Deadline(self._members.timeout_s if timeout_s is None else timeout_s)
         pump = progress or self._members.pump
@@ -96,7 +98,7 @@ class Diagnosis:
             if refusal is not None:
                 return refusal
             if deadline.over:
-                # Members that wait for rows run out of time at the same moment, and can name who does not send them.
+                # Members that wait for rows run out of time at the same moment and name the rank that does not send.
                 grace = grace or Deadline(_STALL_GRACE_S)
                 if grace.over:
                     return Refusal(self._stalled(vote, deadline.timeout_s))
@@ -114,7 +116,7 @@ class Diagnosis:
         return decision
 
     def look(self, vote: Vote) -> Refusal | None:
-        """Look, without waiting, for what keeps a vote from ending well: this rank leaves, a neighbour is gone."""
+        """Return, without waiting, why a vote must be aborted: this rank leaves, or a neighbour is gone. Else None."""
         leaving = self._leaving()
         if leaving is not None:
             return Refusal(leaving)
@@ -134,11 +136,13 @@ class Diagnosis:
     # --- what is to blame --------------------------------------------------------------------------------------------
 
     def diagnose(self, error: Exception, vote: Vote, where: str) -> Refusal:
-        """Find what is behind a local failure: a decision that stands, a dead neighbour, else the failure itself.
+        """Return the cause of a local failure: an abort that stands, a dead neighbour, or the failure itself.
 
-        When a peer dies, those who talk to it see a broken transfer, its neighbours in the ring an end of file; so a
-        failed transfer waits a moment for the better explanation. One whose limit ran out does not: it knows whom it
-        waits for, which those who only miss its ballot do not.
+        Notes
+        -----
+        When a peer dies, ranks with transfers to it see these fail, and its neighbours see an end of file. So a failed
+        transfer waits a moment for the better explanation. One whose limit ran out does not wait: it knows which rank
+        it waits for, while the others only know that a ballot is missing.
         """
         stalled = isinstance(error, StalledError)
         grace = Deadline(0.5 if isinstance(error, TransferError) and not stalled else 0.0)

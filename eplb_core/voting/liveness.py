@@ -1,4 +1,4 @@
-"""Who is alive: a ring of TCP connections whose end of file means that a neighbour's process is gone."""
+"""Which neighbours are alive: a ring of TCP connections; end of file means that a neighbour's process is gone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from eplb_core.wire.envelope import MessageScope
 _GOODBYE = b"B"
 _HELLO_NBYTES = 4096
 _HEAD_START_S = 1.0
-"""Who cannot reach its neighbour says so this much before that neighbour only says that nobody came."""
+"""A rank that cannot reach its neighbour reports it so much earlier than the neighbour reports that nobody came."""
 
 
 _RINGS: weakref.WeakSet[Ring] = weakref.WeakSet()
@@ -28,17 +28,14 @@ _RINGS: weakref.WeakSet[Ring] = weakref.WeakSet()
 class Ring:
     """This rank's two connections, to the members before and after it.
 
-    No heartbeats: cores that are starved of time would make false deaths. A killed process closes its sockets at
-    once, whatever its peers are doing; a stopped one is left to the limits of the waits.
-
     Parameters
     ----------
     host : str
         Address to listen on, reached by the neighbours.
     name, rank, epoch : str, int, int
-        What the greeting is bound to.
+        Put into the greeting; a connection with another one is refused.
     members : sequence of int
-        The ring, ascending.
+        Members of the ring, ascending.
     ports : (int, int) or None
         Lowest and highest port to listen on, until the left neighbour has come; None lets the system choose.
 
@@ -46,6 +43,11 @@ class Ring:
     ------
     ConfigError
         This rank cannot listen there (EPLB-C009).
+
+    Notes
+    -----
+    There are no heartbeats: a busy machine would make them late, and live ranks would look dead. A killed process
+    closes its sockets at once; a stopped one is found by the limits of the waits.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Ring:
         timeout_s : float
             Limit, seconds.
         give_up : callable
-            Looked at between tries; an error it returns is raised.
+            Called between tries; an error that it returns is raised.
 
         Raises
         ------
@@ -118,7 +120,7 @@ class Ring:
         self._listener = None
 
     def poll(self) -> int | None:
-        """Look, without waiting, whether a neighbour is gone; return its rank. Costs one system call."""
+        """Return the rank of a neighbour that is gone, or None, without waiting. Costs one system call."""
         for descriptor, _ in self._poll.poll(0):
             neighbour, connection = self._sockets[descriptor]
             try:
@@ -148,7 +150,7 @@ class Ring:
         return frozenset(self._left_politely)
 
     def close(self, *, goodbye: bool) -> None:
-        """Close both connections; without a goodbye the neighbours take this rank for dead."""
+        """Close both connections; unless a goodbye was said, the neighbours take this rank for dead."""
         for descriptor, (_, connection) in self._sockets.items():
             if goodbye:
                 with suppress(OSError):  # the neighbour is gone already
@@ -161,7 +163,7 @@ class Ring:
             self._listener = None
 
     def drop(self) -> None:
-        """Close this process's descriptors of the connections; the connections themselves stay the parent's."""
+        """Close this process's descriptors; in a forked child, the parent's connections stay open."""
         for _, connection in self._sockets.values():
             connection.close()
         self._sockets.clear()
@@ -175,7 +177,7 @@ class Ring:
         """Connect to the right neighbour and greet it."""
         limit_s = max(0.05, timeout_s - min(_HEAD_START_S, timeout_s / 4))
         until = time.monotonic() + limit_s
-        # In a thread, for looking up a name has no limit, and so that a refusal of another rank is heard meanwhile.
+        # In a thread: the look-up of a name has no limit, and an abort of another rank must be noticed meanwhile.
         attempt = Attempt(
             lambda: socket.create_connection(address, timeout=limit_s),
             f"connects to rank {self.right}",
@@ -207,7 +209,7 @@ class Ring:
         return len(body).to_bytes(2, "big") + body
 
     def _greets(self, connection: socket.socket) -> bool:
-        # Anyone may knock on a port; only the left neighbour of this very ring is let in.
+        # Any program may connect to a port; only the left neighbour of this ring is accepted.
         connection.settimeout(2.0)
         try:
             size = int.from_bytes(_read(connection, 2), "big")
@@ -226,7 +228,7 @@ class Ring:
 
 
 def _close_in_a_forked_child() -> None:
-    """Close a child's copies: while one is open, the neighbours do not see that the parent is gone."""
+    """Close a forked child's copies: while one is open, neighbours do not see that the parent is gone."""
     for ring in list(_RINGS):
         ring.drop()
 

@@ -1,7 +1,8 @@
-"""The meeting that begins every epoch: who takes part, by a roll of numbers that nobody has used before.
+"""The meeting that begins every epoch: who takes part, by a roll of nonces that were never used before.
 
-What one life leaves in the store must never reach another: a job restarted on a store that outlives it, a rank that was
-left out and comes back, attempts of unequal number. So nothing here is counted; each attempt posts a fresh nonce.
+Keys that an earlier run, or an earlier attempt, left in the store must never be taken for a live rank's: jobs are
+restarted on a store that outlives them, and ranks that were left out come back. So nothing here is counted; each
+attempt posts a fresh nonce.
 """
 
 from __future__ import annotations
@@ -22,33 +23,35 @@ from eplb_core.wire.envelope import MessageScope
 
 _LIMIT_NBYTES = 1 << 20
 VOID = "void"
-"""In the content of a decision: the roll is void, and its members meet again."""
+"""Key in the content of a decision: the roll is void, and its members meet again."""
 
 
 @dataclass(eq=False)
 class Meeting:
-    """One rank's coming to a meeting.
-
-    The lowest member gathers the posts and publishes the roll. A rank enters only a roll that holds the nonce it has
-    posted now, and votes on it in the namespace that follows from all nonces. A roll of which a nonce has been replaced
-    is void: whoever sees it aborts its vote, and all meet again, each until its own limit.
+    """One rank's part in a meeting.
 
     Parameters
     ----------
     name : str
-        Communicator.
+        Name of the communicator.
     rank : int
-        This rank.
+        Number of this rank.
     members : tuple of int
-        Whom to meet, ascending, this rank among them.
+        Ranks to meet, ascending, this rank among them.
     epoch : int
         The last epoch this rank took part in.
     process : ProcessIdentity
-        This rank's.
+        Identity of this process.
     private : bool
         Was the store made for this group? Then nothing in it is older than the group.
     fresh : callable
         Makes a nonce.
+
+    Notes
+    -----
+    The lowest member gathers the posts and publishes the roll. A rank enters only a roll that holds the nonce of its
+    present post, and votes on it in the namespace that follows from all nonces. A roll is void once one of its nonces
+    has been replaced: a member that sees this aborts the vote, and all meet again, each until its own limit.
     """
 
     name: str
@@ -59,9 +62,9 @@ class Meeting:
     private: bool = False
     fresh: Callable[[], str] = field(default=lambda: secrets.token_hex(16))
     waiting_for: dict[int, str] = field(default_factory=dict, init=False)
-    """Members that are not there yet, and what is known of them."""
+    """Members that have not come yet, and what is known of them."""
     stalled: EplbError | None = field(default=None, init=False)
-    """The time-out with which another member left the last roll."""
+    """Time-out error of another member that aborted the last roll."""
 
     # --- the protocol ------------------------------------------------------------------------------------------------
 
@@ -71,12 +74,12 @@ class Meeting:
         Parameters
         ----------
         join : callable
-            From a roll that holds this rank to how it votes on it.
+            Maps a roll that holds this rank to this rank's vote on it.
 
         Raises
         ------
         EplbError
-            A member refuses or does not fit, or (from the pause) the limit is over.
+            A member refuses or does not fit, or the limit is over (raised by the pause).
         TransferError
             Another process is this rank (EPLB-T015).
         """
@@ -98,7 +101,7 @@ class Meeting:
                 raise error
 
     def refusing(self, error: EplbError) -> Steps[None]:
-        """Tell the others why this rank cannot take part, and wait until all have read it, or the pause says enough."""
+        """Tell the others why this rank cannot take part; wait until all have read it or the pause ends the wait."""
         yield from self._looking_for_another()
         nonce = self.fresh()
         yield self._put(Post(nonce, self.members, self.epoch, self.process, error))
@@ -108,7 +111,7 @@ class Meeting:
             *read, roll, post = yield Get((*marks, self._roll_key, post_key(self.members[0])))
             if all(read):
                 return
-            # Where several refuse, one is heard; the others stop when they hear it, for nobody else will read them.
+            # Of several refusals one is read; the other writers stop when they read it, for nobody will read theirs.
             if self.rank != self.members[0] and (yield from self._hearing(roll, post)) is not None:
                 return
             if (yield Pause()) is not None:
@@ -157,7 +160,7 @@ class Meeting:
 
     def _awaiting(self, vote: Vote, roll: Roll) -> Steps[Decision]:
         """Steps from the ballot to the decision; a roll of which a nonce was replaced is aborted."""
-        # The lowest member looks at all, the others at it: were each to look at all, a meeting would cost N x N.
+        # The lowest member reads all posts, the others only its post: if each read all, a meeting would cost N x N.
         seen = roll.members if self.rank == roll.members[0] else (roll.members[0], self.rank)
         while True:
             decision = yield from vote.polling()
@@ -180,13 +183,13 @@ class Meeting:
             raise refusal.error
 
     def _looking_for_another(self, nonce: str | None = None) -> Steps[None]:
-        """Steps that make sure that no other process is this rank; nonce: what this attempt has posted, if anything."""
+        """Steps that check that no other process is this rank; `nonce` is what this attempt has posted, or None."""
         (value,) = yield Get((post_key(self.rank),))
         post = self._post(self.rank, value)
         if post is None or post.process == self.process:
             return
         there = post.process.in_use()
-        # One that has replaced this attempt's post counts as there also where that cannot be seen: else two processes
+        # A process that replaced this attempt's post counts as alive even if that cannot be seen: else two processes
         # on two machines would replace each other's until their limits.
         if there or (there is None and nonce is not None):
             if nonce is not None:
@@ -194,7 +197,7 @@ class Meeting:
             raise self._another(post)
 
     def _hearing(self, roll: bytes | None, post: bytes | None) -> Steps[tuple[int, EplbError] | None]:
-        """Steps of every member but the lowest: hear the lowest refuse, or of whom else it says that it has refused."""
+        """Steps of every member but the lowest: read a refusal of the lowest, or of a member that the lowest names."""
         leader, known = self.members[0], self._roll(roll)
         posts = {leader: self._post(leader, post)}
         by = known.refused_by if known is not None else None
@@ -204,14 +207,14 @@ class Meeting:
         return (yield from self._heeding(posts))
 
     def _heeding(self, posts: Mapping[int, Post | None]) -> Steps[tuple[int, EplbError] | None]:
-        """Steps that find who refuses, and why, when it is one of this life, and tell it that it was read."""
+        """Steps that find a refusal by a live process, and confirm to its writer that it was read."""
         for rank, post in posts.items():
             if post is None or post.refusal is None:
                 continue
-            # Its process may have ended long ago; then it is told at the limit, if nobody has come in its place.
+            # Its process may have ended long ago. Then it is raised at the limit, unless another process has come.
             if not self.private and post.process.in_use() is False:
                 continue
-            # So is one that this process has read before: it ended that attempt, and its rank may come anew to this.
+            # The same for a refusal read before: it ended that attempt, and its rank may come to this one.
             key, mine = self._read_key(post.nonce, self.rank), self.process.token.encode()
             (read,) = yield Get((key,))
             if read != mine:
@@ -226,18 +229,16 @@ class Meeting:
             return ""
         if post.refusal is not None:
             return f"which left saying: {post.refusal}"
-        if used.get(rank) == post.nonce:  # a roll's nonces never meet again, whatever became of it
+        if used.get(rank) == post.nonce:  # the nonces of a roll never meet again, whatever its outcome
             return ""
         if post.members != self.members:
             return f"which was told to meet ranks {list(post.members)}, not {list(self.members)}"
         return None
 
     def _staying_this_rank(self, post: Post | None, nonce: str) -> Steps[None]:
-        """Steps that end the attempt when another process posts as this rank while it meets.
-
-        It leaves word of that: whoever meets that one may belong to a group of its own.
-        """
+        """Steps that end the attempt when another process posts as this rank during the meeting."""
         if post is not None and post.nonce != nonce:
+            # The members that the other process meets may be another group, and must be able to tell.
             yield Put(_contested_key(post.nonce), b"1")
             raise self._another(post)
 
@@ -269,7 +270,7 @@ class Meeting:
 
 
 def contested_member(client: StoreClient, roll: Roll) -> int | None:
-    """Return a member of which another process says that it is that rank too, for both came at once."""
+    """Return a member whose rank another process claims too, or None."""
     for rank, nonce in roll.nonces.items():
         if client.exists(_contested_key(nonce)):
             return rank
@@ -277,7 +278,7 @@ def contested_member(client: StoreClient, roll: Roll) -> int | None:
 
 
 def contested_error(name: str, rank: int) -> EplbError:
-    """Make the error of a roll with such a member: nobody can tell which of two groups it belongs to."""
+    """Make the error for a roll with a contested member, which may belong to another group."""
     return error_for("EPLB-T015", process="one more process", rank=rank, name=name)
 
 
@@ -286,7 +287,7 @@ def _contested_key(nonce: str) -> str:
 
 
 def _read(decode: Callable[[bytes], Any], scope: MessageScope, value: bytes, kind: str) -> Any:
-    """Decode what stands in a key; what is damaged, or another release's, counts as nothing: its writer writes anew."""
+    """Decode a value; a damaged one, or one of another release, counts as missing, for its writer will replace it."""
     try:
         return decode(scope.unseal(value, kind, _LIMIT_NBYTES))
     except (MetadataError, KeyError, ValueError, TypeError, AttributeError):
@@ -294,6 +295,6 @@ def _read(decode: Callable[[bytes], Any], scope: MessageScope, value: bytes, kin
 
 
 def whom(waiting_for: Mapping[int, str], members: Sequence[int]) -> str:
-    """Say whom a meeting waits for."""
+    """Name the members that a meeting waits for."""
     texts = [f"rank {rank} {why}".strip() for rank, why in sorted(waiting_for.items())]
     return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "") or f"ranks {list(members)}"

@@ -1,4 +1,4 @@
-"""The members of an epoch, and what one rank needs to talk with them: votes, sealed messages, keys to be deleted."""
+"""The members of an epoch, and how one rank talks with them: votes, sealed messages, keys to delete."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _MESSAGE_LIMIT_NBYTES = 4 << 20
 
 
 class Members:
-    """Who takes part in an epoch, as one of them sees it.
+    """The members of an epoch, as one of them sees them.
 
     Parameters
     ----------
     client : StoreClient
         In the namespace of the communicator.
     scope : MessageScope
-        Of this rank in this epoch.
+        What this rank's messages of the epoch are bound to.
     members : sequence of int
-        Who votes, ascending.
+        Ranks that vote, ascending.
     namespace : str
-        Of the epoch's keys.
+        Prefix of the epoch's keys.
     timeout_s : float
         Limit of a wait, seconds.
 
     Attributes
     ----------
     generation : int
-        The rearrangement at hand; 0 until the first.
+        Number of the current rearrangement; 0 before the first.
     ring : Ring or None
-        The liveness ring, once it is closed.
+        The ring, once it is connected.
     keys : StoreKeys
-        To be deleted.
+        Keys that this rank is to delete.
     pump : callable or None
         The backend's ``progress``, if it needs it.
     """
@@ -56,12 +56,12 @@ class Members:
 
     @property
     def name(self) -> str:
-        """Of the communicator."""
+        """Name of the communicator."""
         return self._scope.name
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Number of this rank."""
         return self._scope.rank
 
     @property
@@ -88,7 +88,7 @@ class Members:
         return f"{self.namespace}/{name}"
 
     def seal(self, kind: str, body: bytes, *, rank: int | None = None, generation: int = 0) -> bytes:
-        """Bind a message to this epoch as this rank's, or as `rank`'s: keys that anyone may write are rank 0's."""
+        """Bind a message to this epoch and this rank, or to `rank`; what any member may write is bound to rank 0."""
         return self._scope.of(rank=rank, generation=generation).seal(kind, body)
 
     def open(self, value: bytes, kind: str, *, rank: int, generation: int = 0) -> bytes:

@@ -1,6 +1,6 @@
-"""Store operations, as protocols ask for them: a protocol is a generator of these, and whoever drives it does them.
+"""Store operations as data: a protocol is a generator of them, and its driver carries them out.
 
-So the very code that decides in production runs in tests over every order of operations, with crashes in between.
+So tests run the code that decides in production through every order of operations, with crashes in between.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Put:
     value: bytes
 
     def on(self, client: StoreClient) -> None:
-        """Do it."""
+        """Carry it out."""
         client.set(self.key, self.value)
 
 
@@ -35,7 +35,7 @@ class Get:
     keys: tuple[str, ...]
 
     def on(self, client: StoreClient) -> list[bytes | None]:
-        """Do it, in two round trips when all are there."""
+        """Carry it out, in two round trips when all keys exist."""
         if len(self.keys) == 1:
             return [client.read(self.keys[0])]
         if client.exists(*self.keys):
@@ -50,19 +50,19 @@ class Count:
     key: str
 
     def on(self, client: StoreClient) -> int:
-        """Do it."""
+        """Carry it out."""
         return client.add(self.key)
 
 
 @dataclass(frozen=True)
 class PutFirst:
-    """Set a key unless it is set; the answer is the value that stands there."""
+    """Set a key unless it has a value; the answer is the value that it has then."""
 
     key: str
     value: bytes
 
     def on(self, client: StoreClient) -> bytes:
-        """Do it."""
+        """Carry it out."""
         return client.put_first(self.key, self.value)
 
 
@@ -73,25 +73,25 @@ class Delete:
     keys: tuple[str, ...]
 
     def on(self, client: StoreClient) -> None:
-        """Do it."""
+        """Carry it out."""
         client.delete(*self.keys)
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Nothing is there yet; the answer is None, or the `Refusal` with which to give up."""
+    """Wait a little; the answer is None, or a `Refusal` with which to give up."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a protocol should give up waiting.
+    """The reason why a protocol should give up waiting.
 
     Parameters
     ----------
     error : EplbError
-        For the other members, and to raise.
+        Error that goes into this rank's ballot or abort, and that is raised.
     fatal : bool
-        Peers are involved that will not answer again.
+        True when a peer is involved that will not answer again.
     """
 
     error: EplbError
@@ -108,11 +108,11 @@ def perform(steps: Steps[R], client: StoreClient, pause: Callable[[], Refusal | 
     Parameters
     ----------
     steps : generator of Operation
-        The protocol.
+        A protocol, as the store operations that it asks for.
     client : StoreClient
-        Where its keys are.
+        Connection to the store.
     pause : callable or None
-        Called for each `Pause`: waits a little, and says why to give up, if so.
+        Called for each `Pause`: waits a little, and returns a `Refusal` to give up, or None.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""What is posted and published at a meeting: each rank's post, the roll, and how a rank votes on it."""
+"""The messages of a meeting: each rank's post, the roll, and a rank's vote on it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Post:
     Parameters
     ----------
     nonce : str
-        Of this attempt alone.
+        Nonce of this attempt to meet.
     members : tuple of int
-        Whom its host told it to meet.
+        Ranks that its host told it to meet.
     epoch : int
-        The last it took part in; 0 is none.
+        The last epoch that it took part in; 0 for none.
     process : ProcessIdentity
-        Who posts.
+        Identity of the process that posts.
     refusal : EplbError or None
-        It cannot take part, for this reason.
+        Reason why it cannot take part, or None.
     """
 
     nonce: str
@@ -60,16 +60,16 @@ class Post:
 
 @dataclass(frozen=True)
 class Roll:
-    """Who meets: each member by the nonce that it posted.
+    """The members of a meeting, each with the nonce that it posted.
 
     Parameters
     ----------
     nonces : mapping of int to str
-        By rank.
+        Nonce that each member posted, by rank.
     epoch : int
-        Number of the epoch that begins, higher than any that a member knows.
+        Number of the epoch that begins; higher than any that a member knows.
     refused_by : int or None
-        Whose post refuses: the lowest member, the only one that looks at all, has read it, and says so to the others.
+        Member whose post is a refusal. Only the lowest member reads all posts, so the roll tells the others.
     """
 
     nonces: Mapping[int, str]
@@ -83,7 +83,7 @@ class Roll:
 
     @property
     def namespace(self) -> str:
-        """Where the votes of this epoch are: follows from all nonces, so no other life has ever used it."""
+        """Prefix of the epoch's keys; it follows from all nonces, so no other epoch has ever used it."""
         text = json.dumps([self.epoch, sorted(self.nonces.items())])
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -101,16 +101,16 @@ class Roll:
 
 @dataclass(frozen=True)
 class Joining:
-    """How a rank votes on a roll that holds it.
+    """A rank's vote on a roll that holds it.
 
     Parameters
     ----------
     vote : Vote
-        In the roll's namespace.
+        The vote on entering, in the roll's namespace.
     ballot : Ballot
-        This rank's.
+        Ballot of this rank.
     tally : callable
-        From all ballots to the decision.
+        Maps all ballots to the decision.
     """
 
     vote: Vote

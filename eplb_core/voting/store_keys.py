@@ -14,9 +14,9 @@ class StoreKeys:
     Parameters
     ----------
     client : StoreClient
-        Where they are.
+        Connection to the store that holds the keys.
     deletes_shared : bool
-        Is this the rank that deletes keys which any member may write?
+        Does this rank delete the keys that any member may write?
     """
 
     def __init__(self, client: StoreClient, *, deletes_shared: bool) -> None:
@@ -26,14 +26,14 @@ class StoreKeys:
         self._shared: list[str] = []
 
     def forget_later(self, votes: Sequence[Vote], extra: Sequence[str] = ()) -> None:
-        """Note the keys of a generation's votes, and others that any member may write."""
+        """Note keys of a generation's votes, and other keys that any member may write, for later deletion."""
         for vote in votes:
             self._own.extend(vote.own_keys)
             self._shared.extend(vote.shared_keys)
         self._shared.extend(extra)
 
     def forget(self) -> None:
-        """Delete what was noted before a generation was agreed: all have entered it, so all knew the outcomes."""
+        """Delete the keys noted before a generation was agreed: all members entered it, so all knew the outcomes."""
         self._client.delete(*self._own)
         if self._deletes_shared:
             self._client.delete(*self._shared)
@@ -43,11 +43,13 @@ class StoreKeys:
 
 
 def tidy_up(client: StoreClient, namespace: str, members: Sequence[int]) -> bool:
-    """Delete what this rank left in the store, after an end at which every outcome was known to it.
+    """Delete this rank's keys at an end at which it knows every outcome.
 
-    Keys that others may still read are left to the last member that tidies up; where one is lost nobody is, and they
-    stay, for a rank that wakes late must find the outcomes. Returns True when all members had left, and nothing of the
-    epoch is in the store any more.
+    Notes
+    -----
+    The last member that tidies up deletes the keys that others might still have read. When a member is lost, there is
+    no last one, and these keys stay: a rank that wakes late must find the outcomes. Returns True when all members have
+    left and the store holds no key of the epoch any more.
     """
     client.delete(*client.own)
     if client.add(f"{namespace}/left") < len(members):
@@ -59,10 +61,12 @@ def tidy_up(client: StoreClient, namespace: str, members: Sequence[int]) -> bool
 def leave_epoch_behind(
     client: StoreClient, namespace: str, rank: int, members: Sequence[int], present: Sequence[int]
 ) -> None:
-    """Delete the keys of an epoch whose successor every present member has joined: each its own, the lowest the rest.
+    """Delete the keys of an epoch once every present member has joined the next: each its own, the lowest the rest.
 
-    Where a member of the old epoch is not present, its decisions stay for good: one that slept while it was about to
-    decide would otherwise find no decision, put its own, and commit a layer that the others have aborted.
+    Notes
+    -----
+    When a member of the old epoch is absent, the decisions stay for good. Otherwise a member that slept just before it
+    decided would find no decision, put its own, and commit a layer that the others have aborted.
     """
     own = [key for key in client.own if key.startswith(f"{namespace}/")]
     shared = [key for key in client.shared if key.startswith(f"{namespace}/")]

@@ -21,33 +21,33 @@ class Vote:
     Parameters
     ----------
     client : StoreClient
-        Where its keys are.
+        Connection to the store.
     scope : MessageScope
         What the messages are bound to; its rank is this one.
     members : sequence of int
-        Who votes.
+        Ranks that vote.
     namespace : str
-        Of the epoch: no other life of any member uses it.
+        Prefix of the epoch's keys, which no other epoch uses.
     topic : str
         What is voted on: "meet", "agree", "link", a layer's number ...
     where : str
-        The same for texts: "layer 5, phase vote".
+        The topic as messages show it: "layer 5, phase vote".
 
     Attributes
     ----------
     decision : Decision or None
-        What stands, once it is known here.
+        The decision, once this rank knows it.
     balloted : bool
         Did this rank cast its ballot?
 
     Notes
     -----
-    Each rank sets its ballot, **then** counts itself; the count that reaches the number of members has therefore seen
-    every ballot set. Its caster reads all ballots and puts commit, when all are there and all say so; a rank that
-    fails or whose limit ran out puts abort. Both put with the same compare-and-set on one key that is never changed
-    afterwards, so whoever comes first decides for all, and ranks that die between two messages split nothing.
+    Each rank sets its ballot and **then** counts itself. So when the count reaches the number of members, every ballot
+    is set; the rank that reached it reads them all and puts commit if all say so. A rank that fails, or whose limit
+    runs out, puts abort. Both use the same compare-and-set on one key that never changes afterwards, so the first one
+    decides for all, also when ranks die between two messages.
 
-    A commit needs this rank's ballot. One that stands without it is another life's, and is never obeyed.
+    A commit needs this rank's ballot. A commit without it belongs to another run and is never obeyed.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Vote:
 
     @property
     def decision_key(self) -> str:
-        """The key that holds the outcome."""
+        """Key that holds the decision."""
         return f"{self._prefix}/decision"
 
     # --- for this thread ---------------------------------------------------------------------------------------------
@@ -81,19 +81,19 @@ class Vote:
         Parameters
         ----------
         ballot : Ballot
-            This rank's.
+            Ballot of this rank.
         tally : callable
-            From all ballots to the decision; called on the last caster only.
+            Maps all ballots to the decision; called only on the rank that casts last.
         """
         perform(self.casting(ballot, tally), self._client)
 
     def abort(self, error: EplbError, *, fatal: bool = False, content: Mapping[str, object] | None = None) -> Decision:
-        """Put abort unless a decision stands; return what stands: an abort, or a commit with this rank's ballot.
+        """Put abort unless there is a decision; return the decision: an abort, or a commit with this rank's ballot.
 
         Raises
         ------
         TransferError
-            A commit stands in which this rank has no ballot (EPLB-T016).
+            There is a commit although this rank cast no ballot (EPLB-T016).
         """
         return perform(self.aborting(error, fatal=fatal, content=content), self._client)
 
@@ -102,15 +102,15 @@ class Vote:
         return perform(self.polling(), self._client)
 
     def wait(self, pause: Callable[[], Refusal | None]) -> Decision:
-        """Wait for the decision; `pause` waits a little each time, and says why to put an abort, if so."""
+        """Wait for the decision; `pause` waits a little each time, and may return a reason to put an abort."""
         return perform(self.awaiting(), self._client, pause)
 
     def ballots(self) -> dict[int, Ballot]:
-        """Read the ballots that are there, by rank; a damaged one is an abort with that reason."""
+        """Read the ballots that are set, by rank; a damaged ballot counts as abort for that reason."""
         return perform(self.reading(), self._client)
 
     def missing(self) -> list[int]:
-        """Return the members whose ballot is not there."""
+        """Return the members whose ballot is not set."""
         if self._client.exists(*(self._ballot_key(rank) for rank in self._members)):  # one round trip when all are
             return []
         return [rank for rank in self._members if not self._client.exists(self._ballot_key(rank))]
@@ -125,7 +125,7 @@ class Vote:
             return
         ballots = yield from self.reading()
         missing = [rank for rank in self._members if rank not in ballots]
-        if missing:  # cannot be while the store keeps its word; never commit on less than all ballots
+        if missing:  # impossible while the store works; never commit on fewer than all ballots
             error: EplbError = MetadataError("EPLB-M005", peer=missing[0], problem="its ballot is missing")
             decision = Decision(False, self._scope.rank, error)
         else:
@@ -135,7 +135,7 @@ class Vote:
     def balloting(self, ballot: Ballot) -> Steps[None]:
         """Set this rank's ballot."""
         sealed = self._scope.seal("ballot", encode_ballot(ballot))
-        self.balloted = True  # before the store has it: one that loses the store here is in doubt
+        self.balloted = True  # before it is sent: if the store is lost during this call, the layer is in doubt
         yield Put(self._ballot_key(self._scope.rank), sealed)
 
     def counting(self) -> Steps[int]:
@@ -198,12 +198,12 @@ class Vote:
 
     @property
     def own_keys(self) -> list[str]:
-        """Keys that this rank alone writes, to be deleted by it once nobody reads them."""
+        """Keys that only this rank writes; it deletes them once nobody reads them."""
         return [self._ballot_key(self._scope.rank)]
 
     @property
     def shared_keys(self) -> list[str]:
-        """Keys that every member may write, to be deleted by one of them."""
+        """Keys that every member may write; one of them deletes them."""
         return [f"{self._prefix}/count", self.decision_key]
 
     def _ballot_key(self, rank: int) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from eplb_core.errors import ConfigError
 from eplb_core.weights.layout import Layout, _key, _listed
-from eplb_core.weights.rows import overlapping, spans_of, view_rows
+from eplb_core.weights.tensor import overlapping, spans_of, view_rows
 
 
 def check_landing(

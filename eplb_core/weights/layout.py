@@ -1,4 +1,4 @@
-"""What is registered: every expert tensor of every layer, checked once, with the sizes that moving them takes."""
+"""The registered tensors: every expert tensor of every layer, checked once, and the sizes needed to move them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from eplb_core.arrays import IntArray, aligned
 from eplb_core.errors import MetadataError
-from eplb_core.weights.rows import Key, Refuse, TensorRecord, other_memory, overlapping, spans_of, view_rows
+from eplb_core.weights.tensor import Key, Refuse, TensorRecord, other_memory, overlapping, spans_of, view_rows
 
 
 @dataclass(frozen=True)
 class LayoutRecord:
-    """What must be equal about a layout on every rank: plain data, which `eplb_core.wire` encodes and compares.
+    """Properties of a layout that must be equal on every rank: plain data, which `eplb_core.wire` encodes and compares.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class LayerGeometry:
         return self.num_local_physical_experts * int(self.nbytes[self.moving].sum())
 
     def nbytes_packed(self, num_peers: int) -> int:
-        """Return bytes that suffice for a "packed_by_peer" slot, each row a message of its own; 0 without peers."""
+        """Return an upper bound for a "packed_by_peer" slot, each row a message of its own; 0 without peers."""
         if num_peers == 0:
             return 0
         return self.num_local_physical_experts * int(aligned(self.nbytes[self.moving]).sum())
@@ -117,7 +117,7 @@ class Layout:
         return self.shared
 
     def first_replaced(self) -> tuple[int, str, str] | None:
-        """Return the layer and name of the first tensor that has other memory by now, and how that shows."""
+        """Return the layer and name of the first tensor whose memory was replaced, and how it differs."""
         for layer, (tensors, views) in enumerate(zip(self.weights, self.rows, strict=True)):
             for name, tensor, view in zip(self.shared.names[layer], tensors, views, strict=True):
                 problem = other_memory(tensor, view)
@@ -235,7 +235,7 @@ def _names(layers: list[list[Any]], tensor_names: Any) -> tuple[tuple[str, ...],
             raise _unregistrable(key, f"there are {len(layer_names)} for {len(tensors)} tensors")
         repeated = [name for i, name in enumerate(layer_names) if name in layer_names[:i]]
         if repeated:
-            raise _unregistrable(key, f"{repeated[0]!r} is there twice")
+            raise _unregistrable(key, f"{repeated[0]!r} is given twice")
         names.append(tuple(layer_names))
     return tuple(names)
 

@@ -12,7 +12,7 @@ from eplb_core.errors import EplbError, MetadataError, error_for
 
 MAX_EVIDENCE_NBYTES = 64 << 10
 MAX_TEXT_NCHARS = 4 << 10
-"""Of each text of an error that travels."""
+"""Characters of each text of an error that is sent; longer ones are cut."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Ballot:
     ok : bool
         True for commit.
     error : EplbError or None
-        Why not; every rank then raises this error.
+        Why this rank votes for abort; every rank then raises this error.
     content : Mapping
-        JSON-able facts for whoever decides (node, drained ...).
+        JSON-able facts for the rank that decides (node, drained ...).
     evidence : Mapping[str, bytes]
         What observers attached, by observer name; at most 64 KiB in all.
     cast_at_s : float
@@ -53,7 +53,7 @@ class Decision:
     error : EplbError or None
         Why it was aborted.
     fatal : bool
-        The failure leaves peers that will not answer again (dead or stalled), so nobody is asked whether it drained.
+        A peer is dead or stalled and will not answer again, so no rank is asked whether it drained.
     content : Mapping
         Facts merged from the ballots, by rank.
     """
@@ -85,7 +85,7 @@ def _plain(value: Any) -> Any:
 
 
 def _cut(text: str) -> str:
-    # A library's text may be of any length; it must not keep the reason for an abort from travelling.
+    # A library's text may have any length; it must not keep the reason for an abort from being sent.
     left_out = len(text) - MAX_TEXT_NCHARS
     return text if left_out <= 0 else f"{text[:MAX_TEXT_NCHARS]} ... ({left_out} characters more)"
 
@@ -142,7 +142,7 @@ def decode_decision(body: bytes) -> Decision:
 
 
 class _Refusing:
-    """Turns whatever a malformed body causes into the typed refusal."""
+    """Turns any exception that a malformed body causes into the typed refusal."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind

@@ -1,4 +1,4 @@
-"""The encoding of a record: packed JSON and raw bytes, without pickle, read back without trust and within bounds."""
+"""The encoding of a record: packed JSON and raw bytes, no pickle; decoding checks every size and type."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zlib
 from typing import Any
 
 from eplb_core.weights.layout import LayoutRecord
-from eplb_core.weights.rows import TensorRecord
+from eplb_core.weights.tensor import TensorRecord
 
 MAX_KEYS = 1 << 18
 """Most (layer, tensor) pairs of a layout."""
@@ -21,7 +21,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class MalformedError(Exception):
-    """Says what is wrong with an encoded record; the caller knows whose it is."""
+    """What is wrong with an encoded record; the caller adds which rank sent it."""
 
 
 def canonical(document: object) -> bytes:
@@ -64,7 +64,7 @@ def unpack(blob: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def layout_document(layout: LayoutRecord) -> dict[str, Any]:
-    """Write a layout down; equal lists of names and equal layers stand once, numbered in order of appearance."""
+    """Encode a layout; equal lists of names and equal layers are stored once, numbered in order of appearance."""
     names: dict[tuple[str, ...], int] = {}
     tensors: dict[tuple[TensorRecord, ...], int] = {}
     layers = [
@@ -84,7 +84,7 @@ LAYOUT_TYPES: dict[str, type] = {"num_local_physical_experts": int, "names": lis
 
 
 def read_layout(document: dict[str, Any]) -> LayoutRecord:
-    """Read what `layout_document` wrote; MalformedError for anything else. The types of the keys are checked before."""
+    """Decode what `layout_document` made, with types of keys checked before; MalformedError for anything else."""
     num_experts = document["num_local_physical_experts"]
     names = [strings(each, "names") for each in document["names"]]
     tensors = [

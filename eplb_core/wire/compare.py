@@ -1,4 +1,4 @@
-"""The comparison of two ranks' records: the first thing that must be equal and is not, as a typed error."""
+"""The comparison of two ranks' records: the first difference, as a typed error."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from eplb_core.errors import MetadataError
-from eplb_core.weights.rows import Key, TensorRecord
+from eplb_core.weights.tensor import Key, TensorRecord
 
 if TYPE_CHECKING:  # metadata offers `difference` as its own
     from eplb_core.wire.record import RankRecord
 
 _MAX_SHOWN = 64
-"""Keys listed in a text, and again on each side of the difference after it."""
+"""Most keys listed in a message, and most on each side of a difference."""
 
 _IDENTITY = {
     "eplb-core version": attrgetter("core_version"),
@@ -22,7 +22,7 @@ _IDENTITY = {
     "backend version": attrgetter("backend_version"),
     "members": attrgetter("members"),
 }
-# What the rest of a tensor means depends on what stands before it here.
+# Ordered: later fields have a meaning only if the earlier ones are equal.
 _OF_A_TENSOR = {
     "nbytes_per_expert": attrgetter("nbytes"),
     "dtype": attrgetter("dtype"),
@@ -33,13 +33,13 @@ _OF_A_TENSOR = {
 
 
 def difference(local: RankRecord, peer: RankRecord) -> MetadataError | None:
-    """Return the first difference between two ranks' records that keeps bytes from moving, as an error, or None.
+    """Return the first difference between two ranks' records as an error, or None.
 
     Notes
     -----
-    In an order in which one explains the next: versions of core and contract, backend, its version, members
-    (EPLB-M004); keys (EPLB-M002); experts per rank (EPLB-M004); bytes per expert (EPLB-M003); dtype, shape, stride and
-    aliases of a tensor, shared options (EPLB-M004).
+    Earlier differences explain later ones, hence the order: versions of core and contract, backend, its version,
+    members (EPLB-M004); keys (EPLB-M002); experts per rank (EPLB-M004); bytes per expert (EPLB-M003); dtype, shape,
+    stride and aliases of a tensor, shared options (EPLB-M004).
     """
     for name, value in _IDENTITY.items():
         if value(local) != value(peer):
@@ -118,7 +118,7 @@ def _of_options(local: RankRecord, peer: RankRecord) -> MetadataError | None:
     names = [
         name
         for name in sorted(local.options.keys() | peer.options.keys())
-        if exact(local.options.get(name)) != exact(peer.options.get(name))  # None is no option's value
+        if exact(local.options.get(name)) != exact(peer.options.get(name))  # no option has the value None
     ]
     if not names:
         return None

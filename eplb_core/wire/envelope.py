@@ -1,4 +1,4 @@
-"""The envelope of every message in the store: what it is, whose it is, of which generation, and whether it is whole."""
+"""The envelope of every message in the store: kind, communicator, rank, epoch, generation, length and checksum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eplb_core.errors import MetadataError
 
 MAGIC = b"EPLB"
 FORMAT_VERSION = 1
-"""Rises whenever the envelope or anything inside one changes."""
+"""Version of the format; rises whenever the envelope or anything inside one changes."""
 
 _HEADER = struct.Struct("<4sB15s16siqqI")  # magic, version, kind, communicator, rank, epoch, generation, body length
 _CHECKSUM_NBYTES = 16
@@ -21,14 +21,14 @@ OVERHEAD_NBYTES = _HEADER.size + _CHECKSUM_NBYTES
 
 @dataclass(frozen=True)
 class MessageScope:
-    """What a message is bound to; only the same scope opens it again.
+    """What a message is bound to; only an equal scope opens it.
 
     Parameters
     ----------
     name : str
-        Communicator.
+        Name of the communicator.
     rank : int
-        Who writes; 0 for keys that anyone may write.
+        Rank that writes; 0 for keys that any rank may write.
     epoch, generation : int
         The rearrangement it belongs to.
     """
@@ -48,7 +48,7 @@ class MessageScope:
         )
 
     def seal(self, kind: str, body: bytes) -> bytes:
-        """Wrap a body, of at most 4 GiB, so that only `unseal` of the same scope and kind accepts it.
+        """Wrap a body of at most 4 GiB so that only `unseal` with an equal scope and kind accepts it.
 
         Notes
         -----
@@ -63,8 +63,7 @@ class MessageScope:
 
         Notes
         -----
-        Nothing of the message is believed before all of it is checked: magic, version, length, checksum, then kind and
-        scope.
+        Everything is checked before anything is used: magic, version, length, checksum, then kind and scope.
         """
         problem = _damage(blob, limit) or _foreign(blob, kind, self)
         if problem:
@@ -73,7 +72,7 @@ class MessageScope:
 
 
 def _damage(blob: bytes, limit: int) -> str | None:
-    """Say why some bytes are no whole message of this format, or None."""
+    """Return why some bytes are not a whole message of this format, or None."""
     if len(blob) < OVERHEAD_NBYTES:
         return f"it is truncated, {len(blob)} bytes where the envelope alone takes {OVERHEAD_NBYTES}"
     magic, version, *_, nbytes = _HEADER.unpack_from(blob)
@@ -94,7 +93,7 @@ def _damage(blob: bytes, limit: int) -> str | None:
 
 
 def _foreign(blob: bytes, kind: str, scope: MessageScope) -> str | None:
-    """Say why a whole message is not the one that is expected, or None."""
+    """Return why a whole message is not the expected one, or None."""
     _, _, its_kind, its_name, its_rank, its_epoch, its_generation, _ = _HEADER.unpack_from(blob)
     if its_kind != _kind_field(kind):
         return f"it is a {its_kind.rstrip(bytes(1)).decode('ascii', 'replace')!r} where a {kind!r} was expected"

@@ -1,4 +1,4 @@
-"""What a rank tells the others: its record, encoded without pickle and decoded without trust."""
+"""The record that each rank publishes: encoded without pickle, checked in full when decoded."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MAX_RECORD_NBYTES = MAX_PAYLOAD_NBYTES + (1 << 20)
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank tells the others at connect.
+    """What one rank publishes about itself at a meeting.
 
     Parameters
     ----------
     rank : int
-        Whose it is.
+        Rank that the record describes.
     backend, backend_version : str
         Chosen backend, and the version of the distribution it comes from.
     core_version : str
@@ -51,7 +51,7 @@ class RankRecord:
     layout : LayoutRecord
         What is registered.
     payload : bytes
-        The backend's own, at most 1 MiB.
+        Metadata of the backend, at most 1 MiB.
 
     Raises
     ------
@@ -100,8 +100,8 @@ class RankRecord:
 
         Notes
         -----
-        Refused are unknown or missing keys, wrong types, values out of range, sizes out of bounds, bytes to spare, and
-        the record of another rank.
+        Unknown or missing keys, wrong types, values out of range, sizes out of bounds, trailing bytes and the record of
+        another rank are refused.
         """
         try:
             return _decode(blob, rank)
@@ -109,7 +109,7 @@ class RankRecord:
             raise MetadataError("EPLB-M005", peer=rank, problem=str(malformed)) from None
 
     def shared_digest(self) -> bytes:
-        """Return 16 bytes, equal on two ranks exactly when `difference` finds none."""
+        """Return 16 bytes that are equal on two ranks exactly when `difference` finds nothing."""
         return hashlib.blake2b(codec.canonical(_shared_document(self)), digest_size=16).digest()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import eplb_core as eplb
-from eplb_core.discovery.rules import why_not
+from eplb_core.discovery.usable import why_not
 from eplb_core.testing.ranks import Rank
 from tests.support import stub_nccl
 

@@ -1,4 +1,4 @@
-"""How a backend says what went wrong: a library's words cut short, ranks by name, the three errors of a wait."""
+"""Wording of a backend's errors: a library's text cut short, ranks by name, the three errors of a wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_RANKS = 8
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as a text names them.
+    """Return ranks as messages name them.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 def first_line(error: BaseException) -> str:
     r"""Return the first sentence of an error's text, as the state of an `EplbError`.
 
-    Libraries put the place in their source before it, and advice, addresses and frames after it.
+    Libraries put a source location in front of it, and advice, addresses and frames after it.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def first_line(error: BaseException) -> str:
 
 
 def cancelled_error(label: str, cancelled: Cancelled, where: str, waiting_for: str = "") -> EplbError:
-    """Build the error of a wait that others called off.
+    """Build the error of a wait that was cancelled.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def cancelled_error(label: str, cancelled: Cancelled, where: str, waiting_for: s
     where : str
         Layer and phase, such as ``"layer 3, phase wait"``.
     waiting_for : str
-        Whom or what the wait was for, if that helps.
+        Ranks or thing that the wait was for, if known.
 
     Returns
     -------
@@ -109,11 +109,11 @@ def stalled_error(label: str, seconds: float, where: str, waiting_for: str) -> E
     label : str
         Leading word of the backend's errors.
     seconds : float
-        How long it waited.
+        Seconds that it waited.
     where : str
         Layer and phase.
     waiting_for : str
-        Whom or what it waited for.
+        Ranks or thing that it waited for.
 
     Returns
     -------
@@ -129,7 +129,7 @@ def stalled_error(label: str, seconds: float, where: str, waiting_for: str) -> E
 
 
 def failed_error(label: str, state: str, where: str, peers: Iterable[int] = ()) -> EplbError:
-    """Build the error of what the library reports.
+    """Build the error for a failure that the library reports.
 
     Parameters
     ----------

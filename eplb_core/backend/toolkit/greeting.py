@@ -1,4 +1,4 @@
-"""The first bytes of every pair: nonces, which prove who is behind a rank of somebody else's group."""
+"""The first bytes of every pair: nonces, which prove which process is behind a rank of the host's group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def greet(
     *,
     on_stream: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Exchange nonces with peers that are new, which also connects each pair.
+    """Exchange nonces with new peers; this also connects each pair.
 
     Two groups of the right size can hold each other's processes; metadata alone would not show it.
 
@@ -33,9 +33,9 @@ def greet(
     own_nonce : bytes
         Drawn by this rank for this epoch; part of its metadata.
     nonces : mapping of int to bytes
-        By peer, what its metadata says that it drew; all of one length.
+        Nonce of each peer, from its metadata; all of one length.
     exchange : callable
-        Carries batches out in their order and returns when all of it is complete, or raises.
+        Carries out batches in order and returns when all are complete, or raises.
     on_stream : callable
         Returns a context manager in which torch queues on the backend's stream.
 

@@ -20,7 +20,7 @@ class LayerTransfer:
     Parameters
     ----------
     plan : TransferPlan
-        Of this rank.
+        This rank's moves of the layer.
 
     Attributes
     ----------
@@ -64,5 +64,5 @@ class LayerTransfer:
     def own(cls, handle: object, label: str) -> Self:
         """Return a handle that is of this class; EPLB-P004 for anything else."""
         if not isinstance(handle, cls):
-            raise error_for("EPLB-P004", problem=f"{handle!r} is no transfer of {label}")
+            raise error_for("EPLB-P004", problem=f"{handle!r} is not a transfer of {label}")
         return handle

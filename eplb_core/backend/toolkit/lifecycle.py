@@ -1,4 +1,4 @@
-"""How far a backend has come and what it therefore refuses; which transfers are in flight, by landing slot."""
+"""The state of a backend, calls refused in it, and transfers in flight by landing slot."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ H = TypeVar("H", bound=LayerTransfer)
 
 
 class Lifecycle(Generic[H]):
-    """A backend from its construction to its close: built, registered, connected; then out of use, or closed.
+    """State of a backend: built, registered, connected; then poisoned or closed.
 
-    The core keeps the order of calls; hosts that drive a backend themselves, tests, and what happens after a failure do
-    not always. Each method says what is about to happen, or happened, and raises where that cannot be.
+    The core keeps the order of calls; tests, and hosts that call a backend themselves, may not, nor may calls after a
+    failure. Call the method for what is about to happen, or has happened; it raises when that is out of order.
 
     Parameters
     ----------
@@ -61,18 +61,18 @@ class Lifecycle(Generic[H]):
 
     @property
     def is_poisoned(self) -> bool:
-        """Is it out of use after a failure?"""
+        """Is the backend poisoned by a failure?"""
         return self._poisoned is not None
 
     def check_usable(self) -> None:
-        """Refuse whatever comes after a close or a failure.
+        """Raise if the backend is closed or poisoned.
 
         Raises
         ------
         TransferError
             EPLB-T008, closed.
         PoisonedError
-            EPLB-T004, out of use since a failure, which it names.
+            EPLB-T004, poisoned; the message names the failure.
         """
         if self.is_closed:
             raise error_for("EPLB-T008", name=self._name)
@@ -81,14 +81,14 @@ class Lifecycle(Generic[H]):
             raise error_for("EPLB-T004", name=self._name, where=where, reason=reason)
 
     def registering(self) -> None:
-        """The buffers come in.
+        """Check that `register_buffers` may be called now, once.
 
         Raises
         ------
         TransferError, PoisonedError
             See `check_usable`.
         PlanError
-            EPLB-P004: they came before.
+            EPLB-P004: it was called before.
         """
         self.check_usable()
         if self._is_registered:
@@ -96,32 +96,32 @@ class Lifecycle(Generic[H]):
         self._is_registered = True
 
     def connecting(self) -> None:
-        """Peers come in, the first ones or further ones.
+        """Check that `exchange_metadata` may be called now.
 
         Raises
         ------
         TransferError, PoisonedError
             See `check_usable`.
         PlanError
-            EPLB-P004: there are no buffers yet.
+            EPLB-P004: `register_buffers` was not called.
         """
         self.check_usable()
         if not self._is_registered:
             raise error_for("EPLB-P004", problem=f"{self._label} is connected before it was given its buffers")
 
     def connected(self) -> None:
-        """Transfers may begin."""
+        """Note that the backend is connected: transfers may begin."""
         self.is_connected = True
 
     def starting(self, slot: int) -> None:
-        """A plan comes in.
+        """Check that a transfer into a slot may begin now.
 
         Raises
         ------
         TransferError, PoisonedError
             See `check_usable`.
         PlanError
-            EPLB-P004: it is not connected, the slot is not there, or a transfer into it is in flight.
+            EPLB-P004: not connected, no such slot, or a transfer into it is in flight.
         """
         self.check_usable()
         if not self.is_connected:
@@ -134,7 +134,7 @@ class Lifecycle(Generic[H]):
         self.in_flight[handle.slot] = handle
 
     def waiting(self, handle: H) -> None:
-        """A transfer is waited for.
+        """Check that a transfer may be waited for now.
 
         Raises
         ------
@@ -148,12 +148,12 @@ class Lifecycle(Generic[H]):
             raise error_for("EPLB-P004", problem=f"a wait over {self._label} for a transfer that is not in flight")
 
     def end(self, handle: H) -> None:
-        """Note that a transfer is over, or given up; any number of times."""
+        """Note that a transfer is over or given up; may be called again."""
         if self.in_flight.get(handle.slot) is handle:
             del self.in_flight[handle.slot]
 
     def poison(self, where: str, reason: str) -> None:
-        """Put it out of use; what was said first stays."""
+        """Poison the backend; the first reason stays."""
         if self._poisoned is None:
             self._poisoned = (where, reason)
 

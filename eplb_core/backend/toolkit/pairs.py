@@ -14,7 +14,7 @@ def check_member(peer: int, context: BackendContext) -> None:
     Parameters
     ----------
     peer : int
-        Its rank.
+        Rank that sent the message.
     context : BackendContext
         Says who the members are.
 

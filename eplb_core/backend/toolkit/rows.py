@@ -25,12 +25,12 @@ class RowMove(NamedTuple):
 
 
 def row_batches(plan: TransferPlan, buffers: Buffers, context: BackendContext, label: str) -> list[list[RowMove]]:
-    """Return this rank's rows batch by batch, for message transports; both ends list a pair's rows alike.
+    """Return this rank's rows batch by batch, for message transports; both ends list a pair's rows in the same order.
 
     Parameters
     ----------
     plan : TransferPlan
-        Of this rank.
+        This rank's moves of the layer.
     buffers : Buffers
         Live rows and landing memory.
     context : BackendContext

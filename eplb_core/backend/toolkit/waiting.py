@@ -1,4 +1,4 @@
-"""Waits that poll: a limit, pauses that grow, and both together with a look at what the others decided."""
+"""Waits that poll: a limit, growing pauses, and both together with a check for cancellation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Deadline:
     Parameters
     ----------
     timeout_s : float
-        From now, seconds.
+        Seconds from now.
 
     Examples
     --------
@@ -35,7 +35,7 @@ class Deadline:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since it was set."""
+        """Seconds since the deadline was made."""
         return time.monotonic() - self.started
 
     @property
@@ -55,11 +55,11 @@ class Backoff:
     Parameters
     ----------
     first_s, longest_s : float
-        Seconds. What is due in microseconds wants a short first one, what others do in their own time a longer one.
+        Seconds. Start short when the event is microseconds away, longer when it depends on other ranks.
     factor : float
-        From one pause to the next.
+        Growth from one pause to the next.
     spin_s : float
-        Seconds from the first pause on in which none is made, for those who would rather burn a core.
+        Seconds, from the first pause on, in which the loop spins instead of sleeping.
 
     Examples
     --------
@@ -78,7 +78,7 @@ class Backoff:
         self._spins_until_s: float | None = None
 
     def pause(self, at_most_s: float = float("inf")) -> float:
-        """Sleep, at most so long; return the seconds that were meant."""
+        """Sleep, at most so long; return the intended seconds."""
         if self._spin_s:
             now = time.monotonic()
             if self._spins_until_s is None:
@@ -92,12 +92,12 @@ class Backoff:
 
 
 class Wait:
-    """One wait of a backend for something that it polls: called off with the others, bounded, with growing pauses.
+    """One polling wait of a backend: bounded, with growing pauses, and ended when the core cancels.
 
     Parameters
     ----------
     context : BackendContext
-        Whose ``cancelled()`` is consulted; ``rank`` goes into the log.
+        Its ``cancelled()`` is consulted; ``rank`` goes into the log.
     timeout_s : float
         Limit, seconds.
     label : str
@@ -142,9 +142,9 @@ class Wait:
         Parameters
         ----------
         waiting_for : str or iterable of int
-            Whom or what is not there yet: ranks, or a text.
+            Ranks, or a text, that say what is still missing.
         backoff : Backoff or None
-            Of a step that wants pauses of its own.
+            Back-off of a step that needs pauses of its own; None takes the wait's.
 
         Raises
         ------
@@ -157,7 +157,7 @@ class Wait:
         (backoff or self._backoff).pause(self.deadline.left_s)
 
     def check(self, waiting_for: str | Iterable[int]) -> None:
-        """Raise if the wait was called off or its limit ran out; say once, half-way, whom it waits for."""
+        """Raise if the wait was cancelled or its limit ran out; log once, half-way, what it waits for."""
         cancelled = self._context.cancelled()
         if cancelled is not None:
             raise cancelled_error(self._label, cancelled, self._where, _named(waiting_for))

@@ -1,4 +1,4 @@
-"""Ends calls that block and cannot be polled: a thread that looks around meanwhile, and makes the call fail."""
+"""Ends blocking calls that cannot be polled: a thread checks for cancellation and makes the call fail."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PARK_AFTER = 40  # looks without a blocking call, two seconds
 
 
 class CancelWatch:
-    """Severs a transport when what a blocked call waits for was called off, or when its limit has run out.
+    """Severs a transport when a blocked call is cancelled or its limit has run out.
 
     For libraries whose waits can be neither polled nor cut into slices (gloo's), and calls that block the host (NCCL's,
-    while a pair of ranks connects). A blocked rank whose peer is merely slow would otherwise learn of an abort
-    elsewhere only when its own limit runs out. The thread sleeps for good while nothing blocks, and looks for the first
-    time at most 50 ms after a call began, so that short ones cost nothing.
+    while a pair of ranks connects). Otherwise a rank that is blocked on a slow peer would learn of an abort
+    elsewhere only when its own limit runs out. The thread sleeps while nothing blocks, and first checks up to 50 ms
+    after a call began, so that short calls cost nothing.
 
     Parameters
     ----------
@@ -30,14 +30,14 @@ class CancelWatch:
     sever : callable
         Makes the blocked call fail; called in the watch's thread, once.
     name : str
-        Of the thread.
+        Name of the watching thread.
 
     Attributes
     ----------
     told : Cancelled or None
-        Why a call was called off.
+        Why a call was cancelled.
     failure : Exception or None
-        What `cancelled` raised, which ends the call as well.
+        Exception that `cancelled` raised; it ends the call as well.
     timed_out : bool
         Did a limit run out?
 
@@ -73,7 +73,7 @@ class CancelWatch:
 
     @contextmanager
     def during(self, deadline: Deadline | None = None) -> Iterator[None]:
-        """Watch what runs inside; without a deadline for what was called off alone."""
+        """Watch the block; without a deadline only for cancellation."""
         with self._condition:
             self._deadline = deadline
             self._is_watching = True
@@ -96,7 +96,7 @@ class CancelWatch:
         return self.timed_out or self.told is not None or self.failure is not None
 
     def close(self, timeout_s: float = 0.5) -> None:
-        """Stop the thread; a look that hangs is left to end by itself."""
+        """Stop the thread; a check that hangs is left to end by itself."""
         self._closed = True
         if self._condition.acquire(timeout=timeout_s):
             self._condition.notify()

@@ -23,7 +23,7 @@ def new_backend(name: str, folder: Path | None = None) -> tuple[Path, ...]:
     Parameters
     ----------
     name : str
-        Of the backend; the distribution is ``eplb-<name>``.
+        Name of the backend; the distribution is ``eplb-<name>``.
     folder : Path or None
         Where to; missing or empty. None is ``eplb-<name>`` in the working directory.
 
@@ -42,7 +42,7 @@ def new_backend(name: str, folder: Path | None = None) -> tuple[Path, ...]:
     distribution, package = f"eplb-{'-'.join(words).lower()}", f"eplb_{'_'.join(words).lower()}"
     problem = _why_no_name(name)
     if problem is not None:
-        raise ConfigError("EPLB-C013", problem=f"{name!r} is no name for a new backend: {problem}")
+        raise ConfigError("EPLB-C013", problem=f"{name!r} is not a name for a new backend: {problem}")
     target = Path(distribution) if folder is None else folder
     major, minor = (int(part) for part in __version__.split(".")[:2])
     commands = {"find": "eplb backends", "verify": f"eplb verify {name}", "test": "pytest"}
@@ -115,7 +115,7 @@ def _canonical(name: str) -> str:
 
 def _write(target: Path, texts: dict[Path, str]) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError("EPLB-C013", problem=f"{target} is there already and is no empty folder")
+        raise ConfigError("EPLB-C013", problem=f"{target} is there already and is not an empty folder")
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

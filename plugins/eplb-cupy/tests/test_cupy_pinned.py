@@ -227,7 +227,7 @@ def test_memory_that_cannot_be_had_is_a_typed_error_with_the_allocators_words(po
         text = refusal(staging.allocate, 5000, CPU)
     finally:
         cupy.cuda.set_pinned_memory_allocator(pool.malloc)
-    assert "5000 bytes of page-locked memory could not be had beside 1024 in use and 0 waiting" in text
+    assert "5000 bytes of page-locked memory could not be allocated beside 1024 in use and 0 waiting" in text
     assert "CUDARuntimeError: cudaErrorMemoryAllocation" in text
     assert staging.stats() == StagingStats(1024, 1024, 0, 24)
     staging.release(kept)

@@ -24,9 +24,9 @@ def on_host(pointer: Any, nbytes: int) -> torch.Tensor:
     Parameters
     ----------
     pointer : cupy.cuda.PinnedMemoryPointer
-        Of at least `nbytes`, and at least 1, bytes.
+        Memory of at least `nbytes`, and at least 1, bytes.
     nbytes : int
-        How many.
+        Size of the block.
 
     Returns
     -------
@@ -52,11 +52,11 @@ def on_device(cupy: Any, pointer: Any, nbytes: int) -> torch.Tensor:
     Parameters
     ----------
     cupy : module
-        CuPy.
+        The module ``cupy``.
     pointer : cupy.cuda.MemoryPointer
-        Of at least `nbytes`, and at least 1, bytes, on the current device.
+        Memory of at least `nbytes`, and at least 1, bytes, on the current device.
     nbytes : int
-        How many.
+        Size of the block.
 
     Returns
     -------

@@ -100,7 +100,7 @@ class CupyDevice:
         except (RuntimeError, MemoryError) as error:  # CUDA's, and CuPy's when memory or the pool's limit is used up
             held = self.stats()
             problem = (
-                f"{nbytes} bytes on {self._device} could not be had beside {held.nbytes_in_use} in use and"
+                f"{nbytes} bytes on {self._device} could not be allocated beside {held.nbytes_in_use} in use and"
                 f" {held.nbytes_pool} pooled or waiting for an event"
             )
             detail = f"{type(error).__name__}: {first_line(error)}"

@@ -100,7 +100,7 @@ class CupyPinned:
         except Exception as error:  # CUDA's, or whatever an installed allocator raises
             held = self.stats()
             problem = (
-                f"{nbytes} bytes of page-locked memory could not be had beside {held.nbytes_in_use} in use and"
+                f"{nbytes} bytes of page-locked memory could not be allocated beside {held.nbytes_in_use} in use and"
                 f" {held.nbytes_pool} waiting for an event"
             )
             detail = f"{type(error).__name__}: {first_line(error)}"

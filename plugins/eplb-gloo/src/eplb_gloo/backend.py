@@ -44,9 +44,9 @@ class GlooBackend:
     Parameters
     ----------
     options : GlooOptions
-        See there.
+        Options of the backend, checked.
     context : BackendContext
-        See there.
+        What the core gives a backend (`eplb_core.backend.BackendContext`).
     """
 
     landing_layout: ClassVar[Literal["rows", "packed_by_peer"]] = "packed_by_peer"
@@ -243,5 +243,5 @@ def _shut(group: GlooGroup, in_flight: dict[int, GlooTransfer], staging: SendSlo
 
 def _own(handle: object) -> GlooTransfer:
     if not isinstance(handle, GlooTransfer):
-        raise error_for("EPLB-P004", problem=f"{handle!r} is no transfer of {NAME}")
+        raise error_for("EPLB-P004", problem=f"{handle!r} is not a transfer of {NAME}")
     return handle

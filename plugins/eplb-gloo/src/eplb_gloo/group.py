@@ -28,7 +28,7 @@ class GlooGroup:
     Parameters
     ----------
     group : torch.distributed.ProcessGroupGloo
-        Of all members.
+        Group of all members.
     waiter : Waiter
         Its thread waits for what is posted here.
     own, size, threads : int

@@ -103,7 +103,7 @@ def cut_messages(columns: MoveColumns, layer: int, sequence: int, registered: Re
     columns : MoveColumns
         In canonical order.
     layer, sequence : int
-        Of the plan.
+        Layer and sequence number of the plan.
     registered : Registered
         What the plan must fit.
 

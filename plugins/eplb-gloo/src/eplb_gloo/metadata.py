@@ -36,7 +36,7 @@ def nonce_of(peer: PeerMetadata, context: BackendContext, slot_nbytes: int) -> b
     peer : PeerMetadata
         What it told.
     context : BackendContext
-        Of this rank.
+        This rank's context; it names the members.
     slot_nbytes : int
         Bytes of a landing slot of this rank.
 

@@ -44,9 +44,9 @@ class SendSlots:
     Parameters
     ----------
     context : BackendContext
-        Whose allocator and stream are used.
+        Its allocator and stream are used.
     nbytes : int
-        Of each slot; 0 allocates nothing.
+        Size of each slot; 0 allocates nothing.
 
     Attributes
     ----------

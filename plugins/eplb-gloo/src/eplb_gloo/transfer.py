@@ -40,7 +40,7 @@ class Failure:
     reason : str
         What gloo says.
     peers : tuple of int
-        Whose message it was, as far as that is known.
+        Peers whose message it was, as far as that is known.
     """
 
     reason: str
@@ -91,7 +91,7 @@ class GlooTransfer(LayerTransfer):
     Parameters
     ----------
     plan : TransferPlan
-        Of this rank.
+        This rank's moves of the layer.
     progress : Progress or None
         Its messages while they are in flight: each holds a connection, a buffer and memory of the layer, so they are
         dropped as soon as the layer is finished either way.
@@ -100,7 +100,7 @@ class GlooTransfer(LayerTransfer):
     group : GlooGroup or None
         The connections, while messages are in flight.
     outcome : Future or None
-        Of the waits, from the first time that somebody asks for it: a thread that waits beside one that works takes the
+        Outcome of the waits, made when it is first asked for: a thread that waits beside one that works takes the
         interpreter from it, message by message.
     failure : Failure or None
         Why posting stopped early, or what its wait or abort ended with.
@@ -130,7 +130,7 @@ class GlooTransfer(LayerTransfer):
         group : GlooGroup
             The connections.
         receives, sends : Messages
-            Of this rank.
+            Messages that this rank receives and sends.
         landing : torch.Tensor
             The landing slot, uint8.
         outgoing : iterator of torch.Tensor
@@ -190,7 +190,7 @@ def await_end(transfer: GlooTransfer, group: GlooGroup, context: BackendContext,
     Parameters
     ----------
     transfer : GlooTransfer
-        In flight.
+        A transfer in flight.
     group : GlooGroup
         The connections, which are closed when the limit is over.
     context : BackendContext

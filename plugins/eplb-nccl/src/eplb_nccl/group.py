@@ -49,13 +49,13 @@ class DeviceGroup:
     Parameters
     ----------
     group : torch.distributed.ProcessGroup or None
-        The host's.
+        The host's process group.
     device : torch.device
-        Of the tensors.
+        Device of the tensors.
     members : sequence of int
         Ranks, ascending.
     rank : int
-        This rank.
+        Number of this rank.
 
     Raises
     ------
@@ -130,7 +130,7 @@ class DeviceGroup:
         posted : sequence of Posted
             In posting order.
         deadline : Deadline
-            Limit.
+            Limit of the wait.
         cancelled : callable
             Consulted where works can be polled; elsewhere the caller watches.
 

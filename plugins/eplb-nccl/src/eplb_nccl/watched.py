@@ -31,7 +31,7 @@ class WatchedGroup:
     Parameters
     ----------
     group : DeviceGroup
-        The host's.
+        The host's group.
     context : BackendContext
         Says what was called off, and on which stream the group is used.
     life : Lifecycle

@@ -61,7 +61,7 @@ class Agent:
     num_threads : int
         For its UCX backend.
     progress_thread : bool
-        NIXL's own.
+        Should NIXL start its own progress thread?
     transport : str
         The only one UCX may use; empty leaves the choice to UCX.
 
@@ -140,11 +140,11 @@ class Agent:
         Parameters
         ----------
         peer : str or None
-            Whose memory; None is this agent's.
+            Agent that owns the memory; None is this one.
         blocks : AddressArray
             See `eplb_nixl.descriptors.blocks_of`.
         memory_type : str
-            Of that memory.
+            Type of that memory, "DRAM" or "VRAM".
 
         Returns
         -------

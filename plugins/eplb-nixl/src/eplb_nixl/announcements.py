@@ -22,11 +22,11 @@ class Announcement:
     Parameters
     ----------
     epoch, generation, sequence : int
-        Of the plan; a message of another epoch, or of a generation that is over, is nothing to go by.
+        Taken from the plan; a message of another epoch, or of a generation that is over, is nothing to go by.
     layer : int
-        Whose rows.
+        Layer whose rows are ready.
     slot : int
-        Which of its send buffers holds them.
+        Number of the send buffer that holds them.
     """
 
     epoch: int
@@ -64,7 +64,7 @@ class Announced:
     Parameters
     ----------
     epoch : int
-        Of this rank.
+        Epoch of this rank.
     """
 
     def __init__(self, epoch: int) -> None:

@@ -30,7 +30,7 @@ class RowIndex:
         ``[num_layers]`` of ``[num_tensors]``: number of the tensor's first row; -1 for rows without bytes, which NIXL
         cannot describe and no plan names.
     flat : IntArray
-        Which of all tensors, counted over the layers, have bytes.
+        Indices, counted over the layers, of the tensors that have bytes.
     """
 
     nbytes: tuple[IntArray, ...]

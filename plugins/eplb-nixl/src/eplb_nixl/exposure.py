@@ -60,11 +60,11 @@ def expose(
     Parameters
     ----------
     agent : Agent
-        Which registers.
+        Agent that registers the memory.
     context : BackendContext
-        Whose memory, and the allocator of send buffers.
+        Gives the memory, and the allocator of send buffers.
     wanted : {"auto", "zero_copy", "staged"}
-        The option.
+        Mode that the options ask for.
     buffers : Buffers
         Live rows.
     landing : Landing

@@ -26,9 +26,9 @@ class Flight:
     Parameters
     ----------
     agent : Agent
-        Which reads.
+        Agent that reads.
     context : BackendContext
-        Whose epoch it is.
+        This rank's context, with its epoch.
     guard : Guard
         Says whether NIXL may be touched.
     life : Lifecycle

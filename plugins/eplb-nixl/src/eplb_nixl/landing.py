@@ -22,7 +22,7 @@ class Landing:
     Parameters
     ----------
     agent : Agent
-        Which prepares the lists.
+        Agent that prepares the lists.
     buffers : Buffers
         Landing memory, or the host's own, registered with that agent.
     """

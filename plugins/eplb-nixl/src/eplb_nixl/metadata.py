@@ -31,7 +31,7 @@ class SourceRecord:
     Parameters
     ----------
     rank : int
-        Whose.
+        Rank that the record describes.
     agent_name : str
         The name under which NIXL knows it; a random part of it is of this life alone.
     library_version : str
@@ -41,14 +41,14 @@ class SourceRecord:
     memory_type : str
         NIXL's name of the memory that is read, "DRAM" or "VRAM".
     device_index : int
-        Of that memory; 0 for DRAM.
+        Device of that memory; 0 for DRAM.
     bases : AddressArray
         ``[num_slots, num_tensors]``: where each tensor's grid of rows starts. Tensors are counted over all layers, in
         order. Zero-copy has one slot, live memory; staged has one per landing slot. Strides are the layout's.
     warm_address : int
         What the first READ between two agents reads, in the same kind of memory; see `eplb_nixl.warmup`.
     agent_metadata : bytes
-        NIXL's own.
+        NIXL's own metadata of the agent.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class SourceRecord:
         Parameters
         ----------
         payload : bytes
-            Of `to_bytes`, or anything at all.
+            Result of `to_bytes`, or anything at all.
 
         Returns
         -------

@@ -61,7 +61,7 @@ class Outbox:
         layer, slot : int
             From where, to where.
         sends : MoveColumns
-            Of the plan.
+            The plan's sends.
 
         Returns
         -------

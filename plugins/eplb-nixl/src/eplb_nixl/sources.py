@@ -40,7 +40,7 @@ class Sources:
     agent : Agent
         The reader.
     context : BackendContext
-        Whose epoch it is.
+        This rank's context, with its epoch.
     index : RowIndex
         Numbers of rows; the same on every rank.
     warm_up : WarmUp

@@ -40,7 +40,7 @@ class Read:
     state : str
         `UNPOSTED`, then NIXL's, or `REFUSED`.
     words : str
-        Of a failure, NIXL's own as a rule.
+        Text of a failure, usually NIXL's own.
     """
 
     peer: int

@@ -36,9 +36,9 @@ class PyNcclBackend:
     Parameters
     ----------
     options : PyNcclOptions
-        See there.
+        Options of the backend, checked.
     context : BackendContext
-        See there.
+        What the core gives a backend (`eplb_core.backend.BackendContext`).
     """
 
     landing_layout: ClassVar[Literal["rows", "packed_by_peer"]] = "rows"

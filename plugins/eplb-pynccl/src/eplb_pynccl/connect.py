@@ -30,13 +30,13 @@ def join(
     binding, stream : Binding, OperationStream
         NCCL, and what its operations are queued on.
     context : BackendContext
-        Who the members are.
+        This rank's context; it names the members.
     unique_id : bytes or None
         Made by this rank, if it is the lowest member; None waits for what that one published.
     members : mapping of int to Member
         What the peers' metadata says; the lowest member need not be among them.
     wait : Wait
-        Limit.
+        Limit of the whole.
 
     Raises
     ------

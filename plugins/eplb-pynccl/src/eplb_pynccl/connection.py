@@ -65,7 +65,7 @@ class Connection:
     Parameters
     ----------
     binding : Binding
-        NCCL.
+        Binding through which NCCL is called.
     stream : OperationStream
         What operations are queued on.
     context : BackendContext

@@ -20,7 +20,7 @@ class CupyNccl:
     nccl : module
         ``cupy.cuda.nccl``.
     cupy_version : str
-        Of CuPy.
+        Version of CuPy.
     """
 
     nonblocking = False

@@ -83,11 +83,11 @@ def await_unique_id(store: Any, lowest: int, wait: Wait) -> bytes:
     Parameters
     ----------
     store : torch.distributed.Store
-        Of this epoch.
+        Store in the namespace of this epoch.
     lowest : int
-        Its rank.
+        Rank that sets the id.
     wait : Wait
-        Limit.
+        Limit of the wait.
 
     Raises
     ------

@@ -20,7 +20,7 @@ class Nccl4py:
     raw : module
         ``nccl.bindings.nccl``.
     distribution_version : str
-        Of nccl4py.
+        Version of nccl4py.
     """
 
     nonblocking = True

@@ -1,4 +1,4 @@
-"""Whether a backend fits: pure rules over what its plugin declares, each answering with a reason."""
+"""Whether a backend is usable here: rules over what its plugin declares; a rule that excludes it gives a reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eplb_core.discovery.load import Info, PluginRaisedError, contained, one_lin
 
 
 class Need(NamedTuple):
-    """What a host asks of a backend: see `why_not`."""
+    """What a host needs of a backend; see `why_not`."""
 
     use_async: bool
     device_type: str
@@ -27,13 +27,13 @@ class Rejection(NamedTuple):
 
 
 def why_not(info: BackendInfo, *, use_async: bool, device_type: str, elastic: bool) -> str | None:
-    """Say which rule excludes a backend, the first of async, device, elastic, available; None: it is usable."""
+    """Return why a backend is not usable, by the first rule of async, device, elastic, available; None if it is."""
     rejection = first_rejection(info, need_of(use_async, device_type, elastic))
     return None if rejection is None else rejection.reason
 
 
 def need_of(use_async: bool, device_type: str, elastic: bool) -> Need:
-    """Build a `Need`; an index ("cuda:1") is no part of a device type."""
+    """Build a `Need`; the index of "cuda:1" is dropped."""
     return Need(use_async, str(device_type).partition(":")[0], elastic)
 
 
@@ -52,11 +52,11 @@ def first_rejection(info: BackendInfo, need: Need, *, declared_only: bool = Fals
 
 
 def why_unavailable(info: Info) -> str | None:
-    """Say why a backend, staging allocator or policy is not available on this machine, or None.
+    """Return why a backend, staging allocator or policy is not available on this machine, or None.
 
     Notes
     -----
-    It looks for the modules that are required and asks ``available``; whatever that raises becomes the reason.
+    It looks for the required modules and calls ``available``; an exception becomes the reason.
     """
     try:
         missing = contained("looking for its modules", lambda: [m for m in info.requires if not _is_importable(m)])

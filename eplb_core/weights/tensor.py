@@ -21,7 +21,7 @@ Refuse = Callable[[str, str], EplbError]
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """What must be equal about one tensor on every rank.
+    """Properties of one tensor that must be equal on every rank.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def view_rows(tensor: Any, key: str, refuse: Refuse) -> tuple[TensorRecord, torc
 
 
 def other_memory(tensor: torch.Tensor, view: torch.Tensor) -> str | None:
-    """Say how a tensor's memory differs from the view that `view_rows` made of it, if it does."""
+    """Return how a tensor's memory differs from the view that `view_rows` made of it, or None."""
     if not view.numel():
         return None
     try:
@@ -130,7 +130,7 @@ def overlapping(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
 
 
 def _unaddressable(tensor: Any) -> str | None:
-    """Say why a value has no bytes of its own to move, or None."""
+    """Return why a value has no bytes of its own to move, or None."""
     if not isinstance(tensor, torch.Tensor):
         return f"it is a {type(tensor).__name__}, not a torch.Tensor"
     if is_lazy(tensor) or tensor.is_meta:
@@ -145,7 +145,7 @@ def _unaddressable(tensor: Any) -> str | None:
 
 
 def _not_plain(tensor: torch.Tensor) -> str | None:
-    """Say why a tensor's values are more, or others, than the bytes in its memory, or None."""
+    """Return why a tensor's values are not just the bytes in its memory, or None."""
     if tensor.is_nested:
         return "it is nested, not dense"
     if tensor.layout is not torch.strided:
