@@ -1,6 +1,6 @@
 """The smallest host: ranks serve a Mixture-of-Experts model, and its experts change places between forward steps.
 
-    python host_engine.py --ranks 4
+    python minimal_host.py --ranks 4
 
 What a host does for eplb-core is in `serve`; all above it is the model that is served.
 """

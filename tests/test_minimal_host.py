@@ -1,4 +1,4 @@
-"""The example host, run as its README says: outputs are equal to the last bit, and one wrong bit is noticed."""
+"""The smallest example host, run as its README says: outputs are equal to the last bit, and one wrong bit is noticed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "examples" / "host_engine" / "host_engine.py"
+SCRIPT = ROOT / "examples" / "minimal_host" / "minimal_host.py"
 BACKENDS = ROOT / "tests" / "data" / "demo_backends"
 
 pytestmark = pytest.mark.slow
