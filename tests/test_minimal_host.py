@@ -1,4 +1,4 @@
-"""The smallest example host, run as its README says: outputs are equal to the last bit, and one wrong bit is noticed."""
+"""The smallest example host, run as its README says: outputs are equal to the bit, and one wrong bit is noticed."""
 
 from __future__ import annotations
 

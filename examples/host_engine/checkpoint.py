@@ -17,10 +17,10 @@ _SEED = 20
 logging.disable_progress_bar()
 
 
-def write_checkpoint(folder: Path, num_layers: int) -> None:
+def write_checkpoint(folder: Path, num_layers: int, dtype: torch.dtype) -> None:
     """Draw the weights of a model of `num_layers` MoE layers, the same at every call, and save it."""
     config = Qwen3MoeConfig(
-        dtype=torch.bfloat16,
+        dtype=dtype,
         vocab_size=NUM_TOPICS * TOKENS_OF_A_TOPIC,
         hidden_size=512,
         num_hidden_layers=num_layers,
@@ -42,7 +42,7 @@ def write_checkpoint(folder: Path, num_layers: int) -> None:
         model.model.embed_tokens.weight.copy_(tokens.flatten(0, 1))
         # A token is followed by another of its topic, mostly.
         model.lm_head.weight.copy_(tokens.roll(1, dims=1).flatten(0, 1))
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
 
 
 def read_checkpoint(folder: Path) -> Qwen3MoeForCausalLM:

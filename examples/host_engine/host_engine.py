@@ -82,9 +82,11 @@ def described(engine: Engine) -> str:
     """Say which model is served and what its logits are compared with, on all ranks; collective."""
     config, layer = engine.model.config, engine.experts[0]
     rows = rows_of_a_block(config.hidden_size, config.moe_intermediate_size, layer.down_proj.dtype, layer.activation)
-    of_transformers = torch.tensor(engine.reference.of_transformers)
-    dist.all_reduce(of_transformers, dist.ReduceOp.MIN)
-    way = "as it comes" if of_transformers else f"with experts' products in blocks of {rows}"
+    changed = torch.tensor([not engine.reference.of_transformers, engine.reference.difference], dtype=torch.float64)
+    dist.all_reduce(changed, dist.ReduceOp.MAX)
+    way = f"with experts' products in blocks of {rows}, within {changed[1]:.1g} of it as it comes"
+    if not changed[0]:
+        way = "as it comes"
     return (
         f"Qwen3-MoE, {config.num_hidden_layers} layers, {config.num_experts} experts and "
         f"{engine.map.shape[1] - config.num_experts} redundant ones of {engine.nbytes_of_an_expert / 1e6:.1f} MB "
@@ -101,6 +103,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="rounds without rearrangement, and as many with it")
     parser.add_argument("--interval", type=int, default=64, help="forward steps from one rearrangement to the next")
     parser.add_argument("--layers", type=int, default=4, help="MoE layers of the model")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the weights")
     parser.add_argument("--backend", help="backend; by default the best usable one")
     parser.add_argument(
         "--synchronous", action="store_true", help="rearrange between two forward steps, while none is served"
@@ -118,7 +121,7 @@ def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_checkpoint(folder / "checkpoint", options.layers)
+        write_checkpoint(folder / "checkpoint", options.layers, getattr(torch, options.dtype))
         rendezvous = (folder / "rendezvous").as_uri()
         mp.spawn(  # type: ignore[attr-defined, no-untyped-call]
             serve_rank, (options, folder / "checkpoint", rendezvous), nprocs=options.ranks
