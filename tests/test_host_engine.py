@@ -18,7 +18,7 @@ BACKENDS = ROOT / "tests" / "data" / "demo_backends"
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("--ranks", "2", "--layers", "2", "--rounds", "1", "--steps", "128", "--interval", "32")
+SMALL = ("--ranks", "2", "--layers", "2", "--rounds", "1", "--steps", "112", "--interval", "32")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

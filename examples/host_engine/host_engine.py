@@ -99,7 +99,7 @@ def main() -> None:
     """Start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4, help="processes on this machine, a divisor of 32 experts")
-    parser.add_argument("--steps", type=int, default=256, help="forward steps of a round")
+    parser.add_argument("--steps", type=int, default=288, help="forward steps of a round")
     parser.add_argument("--rounds", type=int, default=2, help="rounds without rearrangement, and as many with it")
     parser.add_argument("--interval", type=int, default=64, help="forward steps from one rearrangement to the next")
     parser.add_argument("--layers", type=int, default=4, help="MoE layers of the model")
