@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from eplb_core.errors import MetadataError
@@ -40,10 +40,11 @@ class MessageScope:
 
     def of(self, *, rank: int | None = None, generation: int | None = None) -> MessageScope:
         """Return the scope of another rank or generation."""
-        return replace(
-            self,
-            rank=self.rank if rank is None else rank,
-            generation=self.generation if generation is None else generation,
+        return MessageScope(
+            self.name,
+            self.rank if rank is None else rank,
+            self.epoch,
+            self.generation if generation is None else generation,
         )
 
     def seal(self, kind: str, body: bytes) -> bytes:

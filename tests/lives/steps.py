@@ -245,9 +245,10 @@ class Steps(Job):
                 wrong_first = None if wrong_first == ranks else wrong_first
             if pattern == "unequal":
                 delay_s, budget_s = rng.uniform(0, limit_s), limit_s * rng.uniform(0, 2.5)
-            commands[process] = self.rebuild_command(
-                ranks, limit_s, budget_s, wrong_first, delay_s, connect=process.fresh and rng.random() < 0.4
-            )
+            connect = process.fresh and rng.random() < 0.4
+            if wrong_first == [process.rank]:
+                connect = False  # a member that met itself alone is connected: connect() has nothing left to do
+            commands[process] = self.rebuild_command(ranks, limit_s, budget_s, wrong_first, delay_s, connect=connect)
         moments: Moments = []
         accident = ""
         if rng.random() < 0.2 and len(actors) > 1:

@@ -34,7 +34,7 @@ from eplb_gloo.sources import DeviceSource, HostSource, Source
 from eplb_gloo.staging import SendSlots, send_slot_nbytes
 from eplb_gloo.transfer import GlooTransfer, await_end
 
-_ASK_S = 1e-3  # for what is complete but not yet seen to be
+_ASK_S = 50e-3  # for what is complete but not yet seen to be: the thread that looks has to get a core first
 _CLOSE_S = 0.5  # a thread that closing wakes needs milliseconds
 
 

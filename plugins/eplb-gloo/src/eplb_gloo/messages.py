@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +48,7 @@ class Registered:
     group_rank: IntArray
     own: int
 
-    @property
+    @cached_property
     def num_members(self) -> int:
         """Members of the group."""
         return int(np.count_nonzero(self.group_rank >= 0))

@@ -97,14 +97,18 @@ class GlooTransfer(LayerTransfer):
         dropped as soon as the layer is finished either way.
     num_receives : int
         So many of them are receives; the sends follow.
+    group : GlooGroup or None
+        The connections, while messages are in flight.
     outcome : Future or None
-        Of the waits.
+        Of the waits, from the first time that somebody asks for it: a thread that waits beside one that works takes the
+        interpreter from it, message by message.
     failure : Failure or None
         Why posting stopped early, or what its wait or abort ended with.
     """
 
     progress: Progress | None = None
     num_receives: int = 0
+    group: GlooGroup | None = None
     outcome: Future[Failure | None] | None = None
     failure: Failure | None = None
 
@@ -116,7 +120,7 @@ class GlooTransfer(LayerTransfer):
         sends: Messages,
         outgoing: Iterator[torch.Tensor],
     ) -> None:
-        """Post every message, and have them waited for; a failure is kept for the wait.
+        """Post every message; a failure is kept for the wait.
 
         Once one message is posted there must be a handle to abort, whatever happens to the next: a connection that
         closed meanwhile, or a device that fails.
@@ -146,7 +150,7 @@ class GlooTransfer(LayerTransfer):
         except RuntimeError as error:
             self.failure = Failure(first_line(error))
             return
-        self.outcome = group.submit(self.progress.finish)
+        self.group = group
         self.failure = None
 
     @property
@@ -160,21 +164,23 @@ class GlooTransfer(LayerTransfer):
 
     def over(self, limit_s: float) -> bool:
         """Wait for its end, whichever it is, at most `limit_s` seconds; say whether it has come."""
-        outcome = self.outcome
-        if outcome is not None and self.failure is None:
-            if not ended(outcome, limit_s):
-                return False
-            self.failure = outcome.result()
+        group, progress = self.group, self.progress
+        if group is None or progress is None or self.failure is not None:
+            return True
+        outcome = self.outcome = self.outcome or group.submit(progress.finish)
+        if not ended(outcome, limit_s):
+            return False
+        self.failure = outcome.result()
         return True
 
     def complete(self) -> TransferReceipt:
         """Drop the messages, all of which are complete."""
-        self.progress = self.outcome = None
+        self.progress = self.group = self.outcome = None
         return super().complete()
 
     def give_up(self, reason: str) -> None:
         """Drop the messages, not all of which are complete; their connections are closed."""
-        self.progress = self.outcome = None
+        self.progress = self.group = self.outcome = None
         self.failure = self.failure or Failure(reason)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+from itertools import chain
 
 import torch
 
@@ -15,16 +15,40 @@ _FEW = 24
 """Storages; a look takes 0.3 microseconds each."""
 
 
-class _Storage(NamedTuple):
-    key: str
-    """Of the first tensor in it."""
-    storage: torch.UntypedStorage
-    address: int
-    nbytes: int
+class _Storages:
+    """Distinct storages, and where each was when it was registered.
 
-    @property
-    def is_there(self) -> bool:
-        return self.storage.data_ptr() == self.address and self.storage.nbytes() >= self.nbytes
+    Parameters
+    ----------
+    tensors : iterable of (str, torch.Tensor)
+        By key; a storage is known by the key of the first tensor in it.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        found: dict[int, tuple[str, torch.UntypedStorage]] = {}
+        for key, tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                found.setdefault(storage.data_ptr(), (key, storage))
+        self._keys = [key for key, _ in found.values()]
+        self._storages = [storage for _, storage in found.values()]
+        self._registered = self._places()
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+    def missing(self) -> str | None:
+        """Return the key of the first storage whose memory went away, if one did."""
+        places = self._places()
+        if places == self._registered:  # the usual case, looked at in every wait: one comparison of lists
+            return None
+        for key, (address, nbytes), (was_at, needed) in zip(self._keys, places, self._registered, strict=True):
+            if address != was_at or nbytes < needed:
+                return key
+        return None
+
+    def _places(self) -> list[tuple[int, int]]:
+        return [(storage.data_ptr(), storage.nbytes()) for storage in self._storages]
 
 
 class RegisteredMemory:
@@ -42,8 +66,8 @@ class RegisteredMemory:
     """
 
     def __init__(self, buffers: Buffers) -> None:
-        self._layers = [
-            _storages((f"layer {layer} tensor {number}", rows) for number, rows in enumerate(tensors))
+        layers = [
+            [(f"layer {layer} tensor {number}", rows) for number, rows in enumerate(tensors)]
             for layer, tensors in enumerate(buffers.rows)
         ]
         own = buffers.landing_rows or []
@@ -55,36 +79,22 @@ class RegisteredMemory:
                 for n, rows in enumerate(tensors)
             ),
         ]
-        self._landing = _storages(landing)
+        self._all = _Storages((*chain.from_iterable(layers), *landing))
+        self._of_layer = [_Storages((*rows, *landing)) for rows in layers]
         self._looked_at_s = 0.0
-        self._is_small = sum(map(len, (*self._layers, self._landing))) <= _FEW
         self.missing: str | None = None
         """Key of the first tensor whose memory was found gone; it stays gone."""
 
     def is_there(self) -> bool:
         """Look at everything: each time where that costs a few microseconds, else at most every 10 ms."""
         now = time.monotonic()
-        if self.missing is None and (self._is_small or now - self._looked_at_s >= _LOOK_EVERY_S):
+        if self.missing is None and (len(self._all) <= _FEW or now - self._looked_at_s >= _LOOK_EVERY_S):
             self._looked_at_s = now
-            for storages in (*self._layers, self._landing):
-                self._look(storages)
+            self.missing = self._all.missing()
         return self.missing is None
 
     def layer_is_there(self, layer: int) -> bool:
         """Look at one layer's rows and at landing memory, now."""
-        self._look(self._layers[layer])
-        self._look(self._landing)
-        return self.missing is None
-
-    def _look(self, storages: Sequence[_Storage]) -> None:
         if self.missing is None:
-            self.missing = next((each.key for each in storages if not each.is_there), None)
-
-
-def _storages(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[_Storage]:
-    found: dict[int, _Storage] = {}
-    for key, tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.nbytes():
-            found.setdefault(storage.data_ptr(), _Storage(key, storage, storage.data_ptr(), storage.nbytes()))
-    return list(found.values())
+            self.missing = self._of_layer[layer].missing()
+        return self.missing is None
