@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from eplb_core.arrays import IntArray
-from eplb_core.balancing.alignment import align, rows_received
+from eplb_core.balancing.alignment import align, assignment, rows_received
 from eplb_core.balancing.arguments import FloatArray, count_replicas
 from eplb_core.balancing.rank_load import balancedness
 from eplb_core.discovery.discover import discover
@@ -129,6 +129,7 @@ def load_policy(config: EPLBConfig, catalog: Catalog | None = None) -> Policy:
     if not callable(place):
         problem = f"the policy {info.name!r} is {type(place).__name__} ({info.target}), not a function"
         raise ConfigError("EPLB-C015", problem=problem)
+    assignment()  # what aligning needs is imported now, and not beside an engine that serves
     return Policy(info.name, place, info.worthwhile_gain)
 
 
