@@ -65,11 +65,7 @@ class TokenCounter:
             EPLB-P010: no such layer, another shape, no real numbers, or another device than before. Values are not
             looked at here, for that would wait for the device; `LoadSnapshot.of_logical_experts` does.
         """
-        if type(layer) is not int or layer not in self._layers:
-            layer = self._checked_layer(layer)
-        numbers: Any = counts
-        if type(counts) is not np.ndarray or counts.dtype.kind not in "iuf" or counts.shape != self._shape[1:]:
-            numbers = self._checked(layer, counts)
+        layer, numbers = self.check(layer, counts)
         if self._sums is None or type(numbers) is not type(self._sums) or not isinstance(numbers, np.ndarray):
             self._make_room(layer, numbers)
         before, self._recorded_at[layer] = self._recorded_at[layer], step
@@ -80,6 +76,14 @@ class TokenCounter:
         if before != _NEVER:
             self._sum_rows[layer] += of_step
         of_step[:] = numbers
+
+    def check(self, layer: int, counts: object) -> tuple[int, Any]:
+        """Return them as `record` needs them; what it refuses is refused (EPLB-P010)."""
+        if type(layer) is not int or layer not in self._layers:
+            layer = self._checked_layer(layer)
+        if type(counts) is not np.ndarray or counts.dtype.kind not in "iuf" or counts.shape != self._shape[1:]:
+            return layer, self._checked(layer, counts)
+        return layer, counts
 
     def drop_step(self, step: int) -> None:
         """Forget what was recorded in a step."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,7 @@ from eplb_core.balancing.core_access import CoreAccess
 from eplb_core.balancing.engine_side import EngineSide
 from eplb_core.balancing.handover import CLOSING, Handover
 from eplb_core.balancing.load_window import LoadWindow
-from eplb_core.balancing.placing import Placing
+from eplb_core.balancing.placing import Placing, log_balancedness
 from eplb_core.balancing.policy import check_slots, load_policy
 from eplb_core.balancing.progress import LoadBalancerStatus, Progress
 from eplb_core.balancing.promise import PromiseBook
@@ -26,13 +25,11 @@ from eplb_core.balancing.setup import check_arguments, checked_placement
 from eplb_core.balancing.worker import Worker
 from eplb_core.communicator import Communicator
 from eplb_core.config import EPLBConfig
-from eplb_core.errors import ConfigError, TransferError, error_for
+from eplb_core.errors import ConfigError, PlanError, TransferError, error_for
 
 if TYPE_CHECKING:
     from eplb_core.balancing.load_window import LoadSnapshot
     from eplb_core.report import RearrangeReport
-
-logger = logging.getLogger("eplb_core")
 
 OnCommit = Callable[[int, IntArray, IntArray], None]
 """``on_commit(layer, old_row, new_row)``: a layer's weights and map, [num_physical_experts], have changed."""
@@ -91,6 +88,7 @@ class LoadBalancer:
         self._num_expert_groups = num_expert_groups
         self._policy = load_policy(config)
         self._closed = False
+        self._inside_step = False
         core = CoreAccess(communicator, config)
         placement = checked_placement(core, physical_to_logical_map)
         self._num_logical_experts = check_slots(config, num_logical_experts, placement.shape[1])
@@ -144,8 +142,7 @@ class LoadBalancer:
         PlanError
             They are no such counts (EPLB-P010).
         """
-        if self._window.counts_next_step:
-            self._window.record(layer, counts, self._book.step + 1)
+        self._window.record(layer, counts, self._book.step + 1)
 
     def step(self, is_dummy: bool = False) -> tuple[int, ...]:
         """End a forward step: called once per step on every rank, dummy and idle steps too.
@@ -162,6 +159,8 @@ class LoadBalancer:
 
         Raises
         ------
+        PlanError
+            It is called inside itself (EPLB-P004).
         EplbError
             A rearrangement failed, with ``on_failure="raise"``; once, and in a step that commits nothing. ``.report``
             says what holds.
@@ -169,10 +168,19 @@ class LoadBalancer:
             A copy failed: the weights of this rank are invalid.
         """
         self._check_open()
+        if self._inside_step:
+            raise PlanError("EPLB-P004", problem="step() inside step(): on_commit called it, or another thread")
+        self._inside_step = True
+        try:
+            return self._step(is_dummy)
+        finally:
+            self._inside_step = False
+
+    def _step(self, is_dummy: bool) -> tuple[int, ...]:
         snapshot = self._engine.end_step(is_dummy=is_dummy)
         committed = self._engine.commit_due()
         if self.config.log_balancedness:
-            self._log_balancedness()
+            log_balancedness(self._core, self._progress, self._book.step)
         if snapshot is not None:
             if self._worker is None:
                 committed += self._rearrange_now(snapshot)
@@ -182,19 +190,6 @@ class LoadBalancer:
         if not committed:
             self._engine.raise_failure()
         return tuple(committed)
-
-    def _log_balancedness(self) -> None:
-        """Say, on one rank, what is known without asking anyone: the load was gathered for the last rearrangement."""
-        step, balancedness = self._book.step, self._progress.balancedness
-        if balancedness is None or step % self.config.log_balancedness_interval or not self._core.is_lowest_member:
-            return
-        logger.info(
-            "%s: step %d: balancedness %.3f (mean over maximum of tokens per rank, load up to step %d)",
-            self._core.communicator.name,
-            step,
-            balancedness,
-            self._progress.load_step,
-        )
 
     def _rearrange_now(self, snapshot: LoadSnapshot) -> list[int]:
         self._rearranger.run(snapshot)
@@ -267,7 +262,8 @@ class LoadBalancer:
     def close(self) -> None:
         """Stop, commit what is decided, and leave no thread; the communicator stays the host's.
 
-        Returns within the configuration's ``timeout_s`` and 10 s.
+        A transfer that is under way is stopped; some backends need `Communicator.rebuild` then. Returns within the
+        configuration's ``timeout_s`` and 10 s.
 
         Raises
         ------

@@ -140,8 +140,11 @@ class LoadWindow:
         self.counts_next_step = self._is_in_a_window(1)
 
     def record(self, layer: int, counts: object, step: int) -> None:
-        """Add the counts of one layer in a step; see `TokenCounter.record`."""
-        self._counter.record(layer, counts, step)
+        """Add the counts of one layer in a step, if a window holds it; see `TokenCounter.record`."""
+        if self.counts_next_step:
+            self._counter.record(layer, counts, step)
+        else:
+            self._counter.check(layer, counts)
 
     def placed(self, layer: int, new_row: npt.NDArray[np.int64]) -> None:
         """A layer's placement changed: what was counted so far belongs to the one before."""

@@ -125,3 +125,17 @@ class Placing:
                 new.balancedness_before,
                 self._policy.name,
             )
+
+
+def log_balancedness(core: CoreAccess, progress: Progress, step: int) -> None:
+    """Say at its interval, on the lowest rank, what is known without asking anyone; called in every step."""
+    balancedness = progress.balancedness
+    if balancedness is None or step % core.config.log_balancedness_interval or not core.is_lowest_member:
+        return
+    logger.info(
+        "%s: step %d: balancedness %.3f (mean over maximum of tokens per rank, load up to step %d)",
+        core.communicator.name,
+        step,
+        balancedness,
+        progress.load_step,
+    )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import eplb_core as eplb
 from eplb_core.testing.ranks import run_ranks
 from tests.balancing.serving import Serving
 
@@ -181,3 +182,43 @@ def test_balancedness_is_logged_at_its_interval_by_one_rank_from_the_load_that_i
     assert len(first) >= 5
     assert {step % 7 for step in first} == {0}
     assert min(first) >= 20  # nothing is known before the first interval
+
+
+def records_nonsense(rank):
+    serving = Serving(rank, communicator="torch_gloo")
+    slots = serving.map.shape[1]
+    bad = [(0, np.ones(slots - 1)), (99, np.ones(slots)), (-1, np.ones(slots)), (0, np.ones(slots, complex)), (0, "x")]
+    refused = []
+    for _ in range(20):  # in steps whose load counts, and in those before
+        for layer, counts in bad:
+            try:
+                serving.lb.record(layer, counts)
+            except eplb.EplbError as error:
+                refused.append(error.code)
+        serving.forward()
+        serving.step()
+    serving.close()
+    return refused
+
+
+def test_what_are_no_counts_is_refused_in_every_step_whether_its_load_counts_or_not():
+    assert run_ranks(2, records_nonsense) == [["EPLB-P010"] * 100] * 2
+
+
+def steps_within_a_step(rank):
+    refused = []
+
+    def on_commit(layer, old_row, new_row):
+        with pytest.raises(eplb.EplbError) as caught:
+            serving.lb.step()
+        refused.append(caught.value.code)
+
+    serving = Serving(rank, communicator="torch_gloo", on_commit=on_commit)
+    serving.serve_until(lambda: len(serving.commits) >= 3)
+    while_serving = set(refused)
+    serving.close()
+    return while_serving
+
+
+def test_a_step_within_a_step_is_refused():
+    assert run_ranks(2, steps_within_a_step) == [{"EPLB-P004"}] * 2
