@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakSet
 
-from eplb_core.errors import error_for
+from eplb_core.errors import ConfigError, error_for
 from eplb_core.rearrange.setup import set_up
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from eplb_core.voting.members import Members
     from eplb_core.voting.vote import Vote
     from eplb_core.wire.ballots import Ballot, Decision
+
+
+_CLAIMED: WeakSet[Communicator] = WeakSet()
+"""Communicators that a load balancer uses."""
 
 
 class _Refusing:
@@ -47,6 +52,17 @@ class CoreAccess:
         self.communicator = communicator
         self.config = config
         self.timeout_s = float(config.timeout_s)
+
+    def claim(self) -> None:
+        """Take the communicator for one load balancer; another one's is refused (EPLB-C015)."""
+        if self.communicator in _CLAIMED:
+            problem = f"communicator {self.communicator.name!r} belongs to another LoadBalancer, which is not closed"
+            raise ConfigError("EPLB-C015", problem=problem)
+        _CLAIMED.add(self.communicator)
+
+    def release(self) -> None:
+        """Give it back."""
+        _CLAIMED.discard(self.communicator)
 
     # --- who and how many ---------------------------------------------------------------------------------------------
 

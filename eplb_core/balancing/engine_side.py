@@ -225,7 +225,7 @@ class EngineSide:
             raise failure
 
     def _stalled(self) -> EplbError | None:
-        at = phase, layer, since_s = self._progress.at
+        at = phase, _, since_s = self._progress.at
         if self.worker is None or self._said_stalled or phase not in _BOUNDED_PHASES:
             return None
         now_s = time.monotonic()
@@ -235,8 +235,7 @@ class EngineSide:
         if for_s <= limit_s:
             return None
         self._said_stalled = True
-        where = phase if layer is None else f"{phase} of layer {layer}"
-        return error_for("EPLB-T022", problem=f"has been in phase {where} for {for_s:.0f} s")
+        return error_for("EPLB-T022", problem=self._progress.place())
 
     # --- calling off --------------------------------------------------------------------------------------------------
 

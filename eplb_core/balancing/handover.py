@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -61,13 +62,18 @@ class Handover:
         self.under_way: UnderWay | None = None
         self.called_off: EplbError | None = None
         """Why what is under way is not wanted any more."""
-        self.stopping = False
+        self._stopping = False
         self.failure: EplbError | None = None
         """To be raised in the next step."""
         self.version = 0
         """How often the host replaced the map."""
         self.reloaded: IntArray | None = None
         """What the host says that it loaded, until the communicator knows."""
+
+    @property
+    def stopping(self) -> bool:
+        """Is there nothing more to do: it was closed or dropped, or the process is about to end?"""
+        return self._stopping or not threading.main_thread().is_alive()
 
     # --- the engine's side --------------------------------------------------------------------------------------------
 
@@ -107,7 +113,7 @@ class Handover:
         """Do not go on with what is under way, nor, when `stopping`, with anything else."""
         with self._book.changed:
             self.called_off = error_for("EPLB-T021", reason=reason)
-            self.stopping = self.stopping or stopping
+            self._stopping = self._stopping or stopping
             if reloaded is not None:
                 self.reloaded, self._map = reloaded, reloaded.copy()
                 self.version += 1

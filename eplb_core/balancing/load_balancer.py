@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
@@ -25,10 +25,9 @@ from eplb_core.balancing.setup import check_arguments, checked_placement
 from eplb_core.balancing.worker import Worker
 from eplb_core.communicator import Communicator
 from eplb_core.config import EPLBConfig
-from eplb_core.errors import ConfigError, PlanError, TransferError, error_for
+from eplb_core.errors import ConfigError, PlanError, error_for
 
 if TYPE_CHECKING:
-    from eplb_core.balancing.load_window import LoadSnapshot
     from eplb_core.report import RearrangeReport
 
 OnCommit = Callable[[int, IntArray, IntArray], None]
@@ -99,12 +98,18 @@ class LoadBalancer:
 
     def _begin(self, core: CoreAccess, placement: IntArray) -> None:
         """Connect, and count from 0."""
-        core.communicator.connect()
+        core.claim()
+        try:
+            core.communicator.connect()
+        except BaseException:
+            core.release()
+            raise
         config = self.config
         self._core = core
         self._book = PromiseBook()
         self._progress = Progress()
         self._handover = Handover(self._book, placement, config.step_interval)
+        self._let_go = weakref.finalize(self, _let_go, core, self._handover)  # a worker ends when nobody steps any more
         self._window = LoadWindow(
             placement, self._num_logical_experts, window_size=config.window_size, step_interval=config.step_interval
         )
@@ -183,17 +188,14 @@ class LoadBalancer:
             log_balancedness(self._core, self._progress, self._book.step)
         if snapshot is not None:
             if self._worker is None:
-                committed += self._rearrange_now(snapshot)
+                self._rearranger.run(snapshot)
+                committed += self._engine.take_moved()
             else:
                 self._handover.offer(snapshot)
         self._engine.raise_problem()
         if not committed:
             self._engine.raise_failure()
         return tuple(committed)
-
-    def _rearrange_now(self, snapshot: LoadSnapshot) -> list[int]:
-        self._rearranger.run(snapshot)
-        return self._engine.take_moved()
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 
@@ -275,12 +277,11 @@ class LoadBalancer:
             self._stop()
 
     def _stop(self) -> None:
+        self._let_go.detach()
         self._handover.call_off(CLOSING, stopping=True)
         if self._worker is not None and not self._worker.join(self._core.timeout_s + _CLOSE_GRACE_S):
-            phase, layer, since_s = self._progress.at
-            where = phase if layer is None else f"{phase}, layer {layer}"
-            problem = f"does not end: it is in phase {where} since {time.monotonic() - since_s:.0f} s"
-            raise TransferError("EPLB-T022", problem=problem)
+            raise error_for("EPLB-T022", problem=f"does not end: it {self._progress.place()}")
+        self._core.release()
         self._engine.commit_all()
 
     def _check_open(self) -> None:
@@ -294,3 +295,8 @@ class LoadBalancer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _let_go(core: CoreAccess, handover: Handover) -> None:
+    core.release()
+    handover.call_off(CLOSING, stopping=True)

@@ -137,6 +137,12 @@ class Progress:
         self.waiting_for = ()
         self.at = (phase, layer, time.monotonic())
 
+    def place(self) -> str:
+        """Say where it is, and for how long, for texts."""
+        phase, layer, since_s = self.at
+        where = phase if layer is None else f"{phase} of layer {layer}"
+        return f"has been in phase {where} for {time.monotonic() - since_s:.0f} s"
+
     def engine_waited(self, seconds: float) -> None:
         """The engine waited at a promise."""
         self.num_engine_waits += 1

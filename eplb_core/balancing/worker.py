@@ -41,7 +41,7 @@ class Worker:
         self._handover = handover
         self._progress = progress
         self._rearrange = rearrange
-        # Not daemonic: whoever forgets to close it is told by a process that does not end.
+        # Not daemonic: it ends before the interpreter does, whose libraries it uses. See `Handover.stopping`.
         self._thread = threading.Thread(target=self._run, name=f"eplb-load-balancer-{core.communicator.name}")
         self._thread.start()
 

@@ -1,0 +1,77 @@
+"""Whose a load balancer is: one for a communicator, and nothing of it outlives its host."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import eplb_core as eplb
+from eplb_core.testing.ranks import run_ranks
+from tests.balancing.serving import Serving
+
+
+def workers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("eplb-load-balancer")]
+
+
+def builds_a_second_one(rank):
+    serving = Serving(rank, communicator="torch_gloo")
+    with pytest.raises(eplb.EplbError) as caught:
+        eplb.LoadBalancer(serving.config, serving.comm, serving.map, serving.experts)
+    serving.serve(25)
+    serving.meet("close the first")
+    serving.lb.close()
+    again = eplb.LoadBalancer(serving.config, serving.comm, serving.lb.physical_to_logical_map, serving.experts)
+    serving.meet("close the second")
+    again.close()
+    serving.comm.close(force=True)
+    return caught.value.code, str(caught.value)
+
+
+def test_a_communicator_belongs_to_one_load_balancer_until_it_is_closed():
+    for code, text in run_ranks(2, builds_a_second_one):
+        assert code == "EPLB-C015"
+        assert "belongs to another LoadBalancer" in text
+
+
+def drops_it(rank):
+    serving = Serving(rank, communicator="torch_gloo")
+    serving.serve(45)
+    serving.meet("drop")
+    (worker,) = workers()
+    del serving.lb
+    gc.collect()
+    worker.join(20)
+    ended = not worker.is_alive()
+    serving.comm.close(force=True)
+    return ended
+
+
+def test_the_worker_of_one_that_was_dropped_ends():
+    assert run_ranks(2, drops_it) == [True, True]
+
+
+FORGETFUL = """
+import numpy as np, torch, torch.distributed as dist
+import eplb_core as eplb
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+config = eplb.EPLBConfig(communicator="torch_gloo", step_interval=2, window_size=1)
+weights = [[torch.zeros(4, 8)]]
+communicator = eplb.Communicator(config, weights, eplb.ControlPlane.from_store(store, rank=0, world_size=1))
+balancer = eplb.LoadBalancer(config, communicator, [[0, 1, 2, 3]], 4)
+for _ in range(5):
+    balancer.record(0, np.ones(4))
+    balancer.step()
+raise ArithmeticError("the host fails")
+"""
+
+
+def test_a_host_that_fails_without_closing_it_ends_with_its_own_error():
+    ended = subprocess.run([sys.executable, "-c", FORGETFUL], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "the host fails" in ended.stderr
