@@ -124,8 +124,7 @@ class LoadBalancer:
         shared = (core, self._book, self._handover, self._progress)
         self._worker: Worker | None = None
         if config.use_async:
-            background = BackgroundRearrangement(*shared)
-            self._rearranger = Rearranger(*shared, placing, background.run)
+            self._rearranger = Rearranger(*shared, placing, BackgroundRearrangement(*shared).run)
             self._worker = self._engine.worker = Worker(core, self._handover, self._progress, self._rearranger.run)
         else:
             self._rearranger = Rearranger(*shared, placing, self._engine.move_now)
@@ -254,8 +253,7 @@ class LoadBalancer:
         """
         self._check_open()
         check_arguments(self.config, communicator, self._on_commit, self._num_expert_groups)
-        core = CoreAccess(communicator, self.config)
-        placement = checked_placement(core, physical_to_logical_map)
+        placement = checked_placement(core := CoreAccess(communicator, self.config), physical_to_logical_map)
         self._stop()
         self._begin(core, placement)
 
