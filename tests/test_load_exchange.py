@@ -32,7 +32,7 @@ class Group:
         client = StoreClient(self.store.clone(), "eplb/test", 10.0)
         scope = MessageScope("test", rank, 1, 0)
         members = Members(client, scope, members=self.ranks, namespace="epoch", timeout_s=10.0)
-        return LoadExchange(client, members, **self.shape)
+        return LoadExchange(client, members, members.key, **self.shape)
 
     def run(self, of_rank, place, pause=lambda what, missing: None, ranks=None, versions=()):
         """Run a round on all ranks; return each one's outcome, errors included."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
-from eplb_core.errors import ConfigError, error_for
+from eplb_core.errors import ConfigError, PlanError, error_for
 from eplb_core.rearrange.setup import set_up
 
 if TYPE_CHECKING:
@@ -52,13 +53,39 @@ class CoreAccess:
         self.communicator = communicator
         self.config = config
         self.timeout_s = float(config.timeout_s)
+        self.life = ""
+        """Names this load balancer among those that used the same epoch; the same on all members."""
 
-    def claim(self) -> None:
-        """Take the communicator for one load balancer; another one's is refused (EPLB-C015)."""
+    def connect(self, placement: IntArray) -> None:
+        """Take the communicator, and connect it; collective.
+
+        Raises
+        ------
+        ConfigError
+            Another load balancer has it (EPLB-C015).
+        PlanError
+            Its rows hold another placement (EPLB-P008).
+        """
         if self.communicator in _CLAIMED:
             problem = f"communicator {self.communicator.name!r} belongs to another LoadBalancer, which is not closed"
             raise ConfigError("EPLB-C015", problem=problem)
         _CLAIMED.add(self.communicator)
+        try:
+            self.communicator.connect()
+            self._check_holds(placement)
+        except BaseException:
+            self.release()
+            raise
+        # Connecting is collective, so all members count it alike, whatever the load balancer before left half done.
+        self.life = f"{self.members.generation}.{self._epoch.connects}"
+
+    def _check_holds(self, placement: IntArray) -> None:
+        held = self.communicator._state.held
+        differs = held.first_difference(placement, self.members.members)
+        if differs is not None:
+            layer, slot = differs
+            given, holds = int(placement[layer, slot]), int(held.map[layer, slot])
+            raise PlanError("EPLB-P008", rank=self.rank, layer=layer, slot=slot, held=holds, given=given)
 
     def release(self) -> None:
         """Give it back."""
@@ -113,6 +140,10 @@ class CoreAccess:
         """This rank's watch over them."""
         return self._epoch.entered[1]
 
+    def key(self, name: str) -> str:
+        """Return a key of the store that no other load balancer of this epoch has."""
+        return self.members.key(f"balancing/{self.life}/{name}")
+
     def check_members(self, where: str) -> None:
         """Raise when a member is gone or has left, or when another thread closes the communicator."""
         leaving, ring = self.communicator._state.leaving(), self.members.ring
@@ -141,6 +172,12 @@ class CoreAccess:
         if refusal is not None:
             return self.communicator.begin(_Refusing(refusal), new_map)
         return self.communicator.begin(old_map, new_map)
+
+    def end(self, rearrangement: Rearrangement) -> None:
+        """End a rearrangement all of whose layers were staged; one that a dead worker left in between stays open."""
+        if self.communicator._state.open is rearrangement:
+            with suppress(PlanError):
+                rearrangement.end()
 
     def slots_vote(self, rearrangement: Rearrangement, layer: int) -> Vote:
         """Make the vote on whether a layer may start everywhere."""

@@ -152,6 +152,9 @@ class EngineSide:
         """Commit what is decided, whenever it is due: the load balancer ends, and so it does on all ranks."""
         for layer in list(self._book.due):
             self._commit(layer)
+        under_way = self._handover.under_way
+        if under_way is not None:  # a worker that stops leaves the end to whoever commits
+            self._core.end(under_way.rearrangement)
         self.raise_problem()
 
     def _commit(self, layer: int) -> None:

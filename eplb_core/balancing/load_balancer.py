@@ -66,7 +66,7 @@ class LoadBalancer:
     ConfigError
         An argument does not fit (EPLB-C015), or the policy is not installed (EPLB-C012).
     PlanError
-        The map has another shape than the weights (EPLB-P001).
+        The map has another shape than the weights (EPLB-P001), or is not what they hold (EPLB-P008).
     MetadataError, TransferError
         The members do not come together; see `Communicator.connect`.
     """
@@ -98,12 +98,7 @@ class LoadBalancer:
 
     def _begin(self, core: CoreAccess, placement: IntArray) -> None:
         """Connect, and count from 0."""
-        core.claim()
-        try:
-            core.communicator.connect()
-        except BaseException:
-            core.release()
-            raise
+        core.connect(placement)
         config = self.config
         self._core = core
         self._book = PromiseBook()
@@ -239,6 +234,8 @@ class LoadBalancer:
     def adopt(self, communicator: Communicator, physical_to_logical_map: npt.ArrayLike) -> None:
         """Go on with another communicator, or with the same after the host rebuilt it; collective, counts from 0.
 
+        Called on every rank after the same step. Layers whose step has not come are dropped first, as by `invalidate`.
+
         Parameters
         ----------
         communicator : Communicator
@@ -254,6 +251,7 @@ class LoadBalancer:
         self._check_open()
         check_arguments(self.config, communicator, self._on_commit, self._num_expert_groups)
         placement = checked_placement(core := CoreAccess(communicator, self.config), physical_to_logical_map)
+        self._engine.drop(None)  # the map that was given is to hold
         self._stop()
         self._begin(core, placement)
 

@@ -63,6 +63,8 @@ class LoadExchange:
         In the namespace of the communicator.
     members : Members
         The ranks that take part, and the epoch that messages are bound to.
+    key : callable
+        From a name to a key of this load balancer's.
     num_layers, num_logical_experts, num_physical_experts : int
         Shapes of loads and maps.
     """
@@ -71,6 +73,7 @@ class LoadExchange:
         self,
         client: StoreClient,
         members: Members,
+        key: Callable[[str], str],
         *,
         num_layers: int,
         num_logical_experts: int,
@@ -78,6 +81,7 @@ class LoadExchange:
     ) -> None:
         self._client = client
         self._members = members
+        self._key_of = key
         self._load_shape = (num_layers, num_logical_experts)
         self._map_shape = (num_layers, num_physical_experts)
         self._number = 0
@@ -217,7 +221,7 @@ class LoadExchange:
     # --- the store ----------------------------------------------------------------------------------------------------
 
     def _key(self, kind: str, rank: int, number: int | None = None) -> str:
-        return self._members.key(f"balancing/{self._number if number is None else number}/{kind}/{rank}")
+        return self._key_of(f"{self._number if number is None else number}/{kind}/{rank}")
 
     def _post(self, kind: str, body: bytes) -> None:
         key = self._key(kind, self._members.rank)

@@ -87,6 +87,7 @@ class Placing:
         return LoadExchange(
             core.open_client(core.timeout_s),
             core.members,
+            core.key,
             num_layers=core.num_layers,
             num_logical_experts=self._num_logical_experts,
             num_physical_experts=core.world_size * core.num_local_physical_experts,

@@ -61,7 +61,7 @@ def tell_each_other(core: CoreAccess, mine: Told, stopping: Callable[[], bool]) 
     again.
     """
     members = core.members
-    keys = {rank: members.key(f"balancing/failed/{rank}") for rank in members.members}
+    keys = {rank: core.key(f"failed/{rank}") for rank in members.members}
     client, deadline, pause_s = members.client, Deadline(core.timeout_s), 1e-3
     body = json.dumps([mine.failures, mine.step]).encode()
     client.set(keys[members.rank], members.seal("failed", body))

@@ -38,6 +38,26 @@ def test_a_communicator_belongs_to_one_load_balancer_until_it_is_closed():
         assert "belongs to another LoadBalancer" in text
 
 
+def adopts(rank, times):
+    """What one leaves half done in an epoch, a load that one rank posted say, does not reach the next."""
+    serving = Serving(rank, communicator="torch_gloo", step_interval=10, window_size=5)
+    moved = []
+    for _ in range(times):
+        serving.serve(23)
+        serving.meet(f"adopt {len(moved)}")
+        serving.lb.adopt(serving.comm, serving.lb.physical_to_logical_map)
+        before = len(serving.commits)
+        serving.serve_until(lambda: len(serving.commits) >= before + 2)  # noqa: B023 - called at once
+        moved.append(serving.commits[before : before + 2])
+    serving.close()
+    return moved
+
+
+def test_a_communicator_may_be_adopted_again_and_again():
+    first, second = run_ranks(2, adopts, 3)
+    assert first == second
+
+
 def drops_it(rank):
     serving = Serving(rank, communicator="torch_gloo")
     serving.serve(45)
