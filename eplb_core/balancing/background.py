@@ -72,6 +72,7 @@ class BackgroundRearrangement:
         """
         old_map = self._handover.map()
         self._progress.enter("agree")
+        self._engine_client()  # opening one may wait for a name server: not while a promise is about to be made
         rearrangement = self._begin(old_map, new_map)
         under_way = self._handover.under_way = UnderWay(rearrangement, new_map)
         try:
