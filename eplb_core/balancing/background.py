@@ -102,7 +102,7 @@ class BackgroundRearrangement:
         unwanted = self._handover.called_off
         if unwanted is not None:
             following = rearrangement.layers[rearrangement.layers.index(committed) + 1]
-            self._core.abandon(rearrangement, following, unwanted)
+            rearrangement.give_up(following, unwanted)
 
     def _begin(self, old_map: IntArray, new_map: IntArray) -> Rearrangement:
         refusal = self._handover.called_off
@@ -118,7 +118,7 @@ class BackgroundRearrangement:
         def voting(vote: Vote, ballot: Ballot) -> Decision:
             progress.enter("vote", layer)
             votes = VoteStore(
-                vote, self._core.landed_vote(rearrangement, layer), self._core.rank, self._core.members.client
+                vote, rearrangement.vote_beside(layer, "landed"), self._core.rank, self._core.members.client
             )
             under_way.votes[layer] = votes.over(self._engine_client())
             where = f"layer {layer}, phase vote"
@@ -127,7 +127,7 @@ class BackgroundRearrangement:
                 self._book,
                 layer,
                 votes,
-                partial(self._core.tally, rearrangement, layer),
+                partial(rearrangement.tally, layer),
                 for_ready=partial(self._patience, self._committed_at, where),
                 for_decision=partial(self._patience, None, where),
                 giving_up=lambda: self._handover.called_off,
@@ -185,7 +185,7 @@ class BackgroundRearrangement:
     def _await_slots(self, rearrangement: Rearrangement, layer: int) -> None:
         """Wait until every rank's engine committed the layer before: nobody waits for rows of one that idles."""
         self._progress.enter("slots", layer)
-        vote = self._core.slots_vote(rearrangement, layer)
+        vote = rearrangement.vote_beside(layer, "slots")
         vote.cast(Ballot(True), all_agree(self._core.rank))
         patience = self._patience(self._committed_at, vote.where)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from eplb_core.errors import ConfigError, PlanError, error_for
-from eplb_core.rearrange.setup import set_up
 
 if TYPE_CHECKING:
     from eplb_core.arrays import IntArray
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
     from eplb_core.rearrange.rearrangement import Rearrangement
     from eplb_core.voting.diagnosis import Diagnosis
     from eplb_core.voting.members import Members
-    from eplb_core.voting.vote import Vote
-    from eplb_core.wire.ballots import Ballot, Decision
 
 
 _CLAIMED: WeakSet[Communicator] = WeakSet()
@@ -179,61 +175,9 @@ class CoreAccess:
             with suppress(PlanError):
                 rearrangement.end()
 
-    def slots_vote(self, rearrangement: Rearrangement, layer: int) -> Vote:
-        """Make the vote on whether a layer may start everywhere."""
-        vote = self.members.vote(f"{layer}/slots", f"layer {layer}, phase slots")
-        rearrangement._moving.votes.append(vote)
-        return vote
-
-    def landed_vote(self, rearrangement: Rearrangement, layer: int) -> Vote:
-        """Make the vote whose ballots are the landed ones; its keys go when those of the layer's vote go."""
-        vote = self.members.vote(f"{layer}/landed", f"layer {layer}, phase landed")
-        rearrangement._moving.votes.append(vote)
-        return vote
-
-    def abandon(self, rearrangement: Rearrangement, layer: int, error: EplbError) -> NoReturn:
-        """Give up a rearrangement between two layers: abort the vote on the next one, drain, and raise."""
-        vote = self.members.vote(str(layer), f"layer {layer}, phase vote")
-        decision = vote.abort(error)
-        rearrangement._failure.abandon(layer, decision, None)
-
-    def tally(self, rearrangement: Rearrangement, layer: int, ballots: Mapping[int, Ballot]) -> Decision:
-        """Let the core and the observers of this rank look at the landed ballots of all."""
-        return rearrangement._tally(rearrangement._moving.started[layer], ballots)
-
-    def accept(self, rearrangement: Rearrangement, layer: int) -> None:
-        """Note, from the engine's thread, that a layer is decided which a worker that is dead did not note."""
-        moving = rearrangement._moving.started.get(layer)
-        if moving is not None:
-            rearrangement._moving.note_decided(moving)
-
-    def is_accepted(self, rearrangement: Rearrangement, layer: int) -> bool:
-        """Has the core noted that a layer is decided?"""
-        return layer in rearrangement._moving.decided
-
-    # --- another backend ----------------------------------------------------------------------------------------------
-
     def take_backend(self, name: str) -> None:
-        """Use another backend from the next `rebuild` on; the same on every rank.
-
-        Raises
-        ------
-        EplbError
-            It cannot be used for these weights, or on this machine.
-        """
-        lives, config = self.communicator._lives, self.communicator.config
-        before = lives._setup
-        setup = set_up(
-            config.model_copy(update={"communicator": name, "fallback": None}),
-            before.layout,
-            stream=before.streams.side,
-            options=None,
-            observers=before.observers,
-            name=before.name,
-        )
-        lives._setup = setup
-        self.communicator._state._backend = setup.info.name
-        self.communicator._state._allocator = setup.allocator
+        """Use another backend from the next `rebuild` on, the same on every rank; EplbError where it cannot be used."""
+        self.communicator._lives.take_backend(name)
 
     @property
     def _epoch(self) -> Epoch:

@@ -128,9 +128,9 @@ class EngineSide:
         if stands.step is not None:
             # A worker that lives notes it within moments; one that is dead, or hangs, does not.
             until_s = time.monotonic() + _WORKER_NOTES_WITHIN_S
-            while not self._core.is_accepted(under_way.rearrangement, layer):
+            while not under_way.rearrangement.is_decided(layer):
                 if self.worker is None or not self.worker.alive or time.monotonic() > until_s:
-                    self._core.accept(under_way.rearrangement, layer)
+                    under_way.rearrangement.accept(layer)
                     break
                 time.sleep(1e-3)
         return stands
@@ -162,7 +162,7 @@ class EngineSide:
         if under_way is None:
             raise error_for("EPLB-P004", problem=f"layer {layer} is due, and no rearrangement is under way")
         row = under_way.new_map[layer]
-        if self._core.is_accepted(under_way.rearrangement, layer):
+        if under_way.rearrangement.is_decided(layer):
             under_way.rearrangement.commit(layer)
         else:  # a rebuild of the host's committed it, as it does all that is decided
             row = self._core.communicator.report.physical_to_logical_map[layer]

@@ -535,6 +535,7 @@ _add(
     solutions=[
         "look at the rank that is named first",
         "py-spy dump its process",
+        "while connecting: let /etc/hosts answer for the addresses, or try RES_OPTIONS=attempts:0 in the environment",
         "raise timeout_s if the transfer was making progress",
     ],
 )

@@ -68,6 +68,10 @@ class CommunicatorState:
         self._calls = _OneUser("a call while another thread is inside one")
         self._commits = _OneUser("a commit while another thread is inside one")
 
+    def take_backend(self, name: str, allocator: StagingAllocator) -> None:
+        """Report of another backend from now on."""
+        self._backend, self._allocator = name, allocator
+
     # --- a rearrangement's life --------------------------------------------------------------------------------------
 
     def entered(self, epoch: int, generation: int) -> None:

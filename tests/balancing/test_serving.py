@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -222,3 +223,19 @@ def steps_within_a_step(rank):
 
 def test_a_step_within_a_step_is_refused():
     assert run_ranks(2, steps_within_a_step) == [{"EPLB-P004"}] * 2
+
+
+def moves_slowly(rank, gbps):
+    serving = Serving(rank, communicator="torch_gloo", nbytes=(1 << 20,), max_bandwidth_gbps=gbps, timeout_s=30)
+    serving.serve_until(lambda: serving.commits)
+    began = time.monotonic()
+    serving.serve_until(lambda: len(serving.commits) >= 4)
+    seconds = time.monotonic() - began
+    serving.close()
+    return seconds
+
+
+def test_bandwidth_is_limited_between_layers():
+    """The four layers of the first rearrangement, up to 3 MiB each: 24 Mbit a layer at 40 Mbit/s."""
+    assert min(run_ranks(2, moves_slowly, 0.04)) > 3 * 0.2
+    assert max(run_ranks(2, moves_slowly, None)) < 3 * 0.2
