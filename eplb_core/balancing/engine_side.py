@@ -161,11 +161,17 @@ class EngineSide:
         under_way = self._handover.under_way
         if under_way is None:
             raise error_for("EPLB-P004", problem=f"layer {layer} is due, and no rearrangement is under way")
-        row = under_way.new_map[layer]
-        if under_way.rearrangement.is_decided(layer):
-            under_way.rearrangement.commit(layer)
-        else:  # a rebuild of the host's committed it, as it does all that is decided
-            row = self._core.communicator.report.physical_to_logical_map[layer]
+        if not under_way.rearrangement.is_decided(layer):
+            self._take_over(layer)
+            return
+        under_way.rearrangement.commit(layer)
+        self._committed(layer, under_way.new_map[layer])
+
+    def _take_over(self, layer: int) -> None:
+        """A rebuild of the host's committed a layer, as it does all that is decided."""
+        self._committed(layer, self._core.communicator.report.physical_to_logical_map[layer])
+
+    def _committed(self, layer: int, row: IntArray) -> None:
         self._book.committed(layer)
         self._tell_host(layer, self._handover.set_row(layer, row), row)
 
@@ -246,8 +252,10 @@ class EngineSide:
         """Give up every layer whose step has not come, and what follows."""
         under_way = self._handover.under_way
         for layer in self._book.drop():
-            if under_way is not None:
+            if under_way is not None and under_way.rearrangement.is_decided(layer):
                 under_way.rearrangement.discard(layer)
+            elif under_way is not None:
+                self._take_over(layer)
         self._handover.call_off("the host is about to rewrite weights", reloaded=reloaded)
         if reloaded is not None:
             for layer, row in enumerate(reloaded):
