@@ -246,7 +246,7 @@ class LoadBalancer:
         Raises
         ------
         EplbError
-            See `LoadBalancer`.
+            See `LoadBalancer`. EPLB-T004: a transfer that was under way had to be broken off; rebuild, and adopt again.
         """
         self._check_open()
         check_arguments(self.config, communicator, self._on_commit, self._num_expert_groups)
