@@ -11,7 +11,7 @@ TYPED := eplb_core $(wildcard plugins/*/src) \
 # What `make` installs beside the core: the plugins, and the example that is a distribution as strangers write them.
 DISTS := $(PLUGINS) $(patsubst %/pyproject.toml,%,$(wildcard examples/*/pyproject.toml))
 # Tests at a time. Most of them wait for ranks, which are processes of their own, and for limits on purpose.
-JOBS ?= 2
+JOBS ?= 3
 PYTEST := -m pytest --numprocesses $(JOBS) --dist worksteal
 
 .PHONY: demo test floors soak model mutants lint pytest pytest-optimized wheels clean
