@@ -33,7 +33,7 @@ def said(result: subprocess.CompletedProcess[str]) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in result.stdout.splitlines() if ": " in line)
 
 
-@pytest.mark.parametrize("backend", ["torch_gloo", "nixl"])
+@pytest.mark.parametrize("backend", [pytest.param("torch_gloo", marks=pytest.mark.soak), "nixl"])
 def test_logits_stay_the_same_to_the_bit_while_experts_move_in_the_background(backend):
     lines = said(run(*SMALL, "--backend", backend))
     assert lines[f"backend {backend}"] == "named in the configuration"
@@ -47,6 +47,7 @@ def test_logits_stay_the_same_to_the_bit_while_experts_move_in_the_background(ba
     assert lines["all 2 ranks"] == "logits equal to the bit in every step, experts to the byte after every round"
 
 
+@pytest.mark.soak
 def test_experts_may_also_move_between_two_steps_and_be_float32():
     lines = said(run(*SMALL, "--backend", "torch_gloo", "--synchronous", "--dtype", "float32"))
     assert int(re.search(r"(\d+) layers rearranged", lines["experts move"])[1]) >= 2

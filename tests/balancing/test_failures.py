@@ -66,7 +66,7 @@ def raises_and_goes_on(rank, backend, fault):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["torch_gloo", "nixl"])
+@pytest.mark.parametrize("backend", [pytest.param("torch_gloo", marks=pytest.mark.soak), "nixl"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_failure_is_raised_once_on_every_rank_and_the_next_interval_tries_again(backend, phase):
     fault = {"phase": phase, "action": "raise"} | ({} if phase == "agree" else {"layer": 1})
@@ -292,7 +292,7 @@ def invalidates(rank, at, reload):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reload", [False, True])
-@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("at", [0, pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 3])
 def test_what_is_invalidated_is_dropped_on_every_rank_alike_and_the_next_interval_comes(at, reload):
     outcomes = run_ranks(3, invalidates, at, reload, timeout_s=120)
     for outcome in outcomes:
@@ -316,7 +316,9 @@ def closes(rank, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [0, 19, 20, 21, 23, 26, 40, 47])
+@pytest.mark.parametrize(
+    "steps", [0, 20, 23, *(pytest.param(steps, marks=pytest.mark.soak) for steps in (19, 21, 26, 40, 47))]
+)
 def test_closing_takes_what_is_decided_and_leaves_no_thread(steps):
     outcomes = run_ranks(3, closes, steps, timeout_s=120)
     for took_s, threads, wrong, held in outcomes:

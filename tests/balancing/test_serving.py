@@ -239,3 +239,17 @@ def test_bandwidth_is_limited_between_layers():
     """The four layers of the first rearrangement, up to 3 MiB each: 24 Mbit a layer at 40 Mbit/s."""
     assert min(run_ranks(2, moves_slowly, 0.04)) > 3 * 0.2
     assert max(run_ranks(2, moves_slowly, None)) < 3 * 0.2
+
+
+def idles(rank, seconds):
+    serving = Serving(rank, communicator="torch_gloo", timeout_s=1)
+    serving.serve_until(lambda: serving.commits)  # the first layers are committed, others are on their way
+    time.sleep(seconds)
+    serving.serve_until(lambda: len(serving.commits) >= 8)
+    outcome = serving.outcome()
+    serving.close()
+    return outcome | {"threads": []}
+
+
+def test_engines_that_all_idle_for_longer_than_any_limit_go_on_where_they_were():
+    assert_in_step(run_ranks(2, idles, 4.0))
