@@ -57,9 +57,10 @@ def run_on_two_ranks(program, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONOPTIMIZE"}
     environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2"]
-    done = run(sys.executable, *torchrun, str(script), env=environment)
+    apart = ["--redirects", "1", "--log-dir", str(tmp_path)]  # two ranks that print at once share lines otherwise
+    done = run(sys.executable, *torchrun, *apart, str(script), env=environment)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return "".join(path.read_text() for path in tmp_path.rglob("stdout.log"))
 
 
 @pytest.mark.slow
