@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from eplb_core.control.store import StoreGone
 from eplb_core.errors import ConfigError, PlanError, error_for
+from eplb_core.wire.ballots import Ballot, Decision
 
 if TYPE_CHECKING:
     from eplb_core.arrays import IntArray
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from eplb_core.voting.diagnosis import Diagnosis
     from eplb_core.voting.members import Members
 
+
+_LEAVE_LIMIT_S = 10.0
 
 _CLAIMED: WeakSet[Communicator] = WeakSet()
 """Communicators that a load balancer uses."""
@@ -87,6 +92,15 @@ class CoreAccess:
         """Give it back."""
         _CLAIMED.discard(self.communicator)
 
+    @property
+    def is_inherited(self) -> bool:
+        """Is this a forked child of the process that built it? Then threads and locks are not this one's."""
+        return self.communicator._state.forked
+
+    def check_open(self) -> None:
+        """Refuse a communicator that is closed (EPLB-T008) or another process's (EPLB-T013)."""
+        self.communicator._state.check_open()
+
     # --- who and how many ---------------------------------------------------------------------------------------------
 
     @property
@@ -150,6 +164,32 @@ class CoreAccess:
             raise error_for("EPLB-T003", rank=dead, where=where)
         if ring is not None and ring.departed:
             raise error_for("EPLB-T021", reason=f"rank {min(ring.departed)} closed its communicator")
+
+    def leave(self) -> None:
+        """Bring the members to one generation again: their workers stopped at different moments; collective, bounded.
+
+        Where they do not come together, the communicator is to be rebuilt before it is used again.
+        """
+        state, members = self.communicator._state, self.members
+        if not self.communicator.usable:
+            return
+
+        def latest(ballots: Mapping[int, Ballot]) -> Decision:
+            generations = [int(ballot.content["generation"]) for ballot in ballots.values()]
+            return Decision(True, members.rank, content={"generation": max(generations)})
+
+        vote = members.vote(f"leave/{self.life}", "the load balancer, phase close", generation=0)
+        reason = "the ranks did not close their LoadBalancers together"
+        try:
+            vote.cast(Ballot(True, content={"generation": members.generation}), latest)
+            decision = self.watch.decide(vote, timeout_s=min(self.timeout_s, _LEAVE_LIMIT_S))
+            if decision.commit:
+                members.generation = int(decision.content["generation"])
+                members.keys.forget_later([vote])
+                return
+        except StoreGone as gone:
+            reason = f"the store is lost: {gone}"
+        state.poison(error_for("EPLB-T021", reason=reason), "close")
 
     def open_client(self, timeout_s: float) -> StoreClient:
         """Open a connection to the store for a thread of its own."""

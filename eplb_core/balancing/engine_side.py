@@ -260,3 +260,6 @@ class EngineSide:
         if reloaded is not None:
             for layer, row in enumerate(reloaded):
                 self._window.placed(layer, row)
+            if self.worker is None:  # which tells the communicator otherwise
+                self._core.communicator.reloaded(reloaded)
+                self._handover.reloaded = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy.typing as npt
@@ -105,6 +104,7 @@ class LoadBalancer:
         self._progress = Progress()
         self._handover = Handover(self._book, placement, config.step_interval)
         self._let_go = weakref.finalize(self, _let_go, core, self._handover)  # a worker ends when nobody steps any more
+        self._let_go.atexit = False  # it ends then by itself; in a forked child, a lock may be held by nobody
         self._window = LoadWindow(
             placement, self._num_logical_experts, window_size=config.window_size, step_interval=config.step_interval
         )
@@ -183,6 +183,7 @@ class LoadBalancer:
         if snapshot is not None:
             if self._worker is None:
                 self._rearranger.run(snapshot)
+                self._progress.enter("idle")
                 committed += self._engine.take_moved()
             else:
                 self._handover.offer(snapshot)
@@ -223,13 +224,8 @@ class LoadBalancer:
             What the slots hold when the weights are rewritten; None leaves the map as it is.
         """
         self._check_open()
-        reloaded = None
-        if physical_to_logical_map is not None:
-            reloaded = checked_placement(self._core, physical_to_logical_map)
-        self._engine.drop(reloaded)
-        if reloaded is not None and self._worker is None:
-            self._core.communicator.reloaded(reloaded)
-            self._handover.reloaded = None
+        given = physical_to_logical_map
+        self._engine.drop(None if given is None else checked_placement(self._core, given))
 
     def adopt(self, communicator: Communicator, physical_to_logical_map: npt.ArrayLike) -> None:
         """Go on with another communicator, or with the same after the host rebuilt it; collective, counts from 0.
@@ -252,7 +248,7 @@ class LoadBalancer:
         check_arguments(self.config, communicator, self._on_commit, self._num_expert_groups)
         placement = checked_placement(core := CoreAccess(communicator, self.config), physical_to_logical_map)
         self._engine.drop(None)  # the map that was given is to hold
-        self._stop()
+        self._stop(together=True)
         self._begin(core, placement)
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -260,39 +256,44 @@ class LoadBalancer:
     def close(self) -> None:
         """Stop, commit what is decided, and leave no thread; the communicator stays the host's.
 
-        A transfer that is under way is stopped; some backends need `Communicator.rebuild` then. Returns within the
-        configuration's ``timeout_s`` and 10 s.
+        Called on all ranks. Where one does not come, or a transfer under way had to be broken off, the communicator
+        needs `Communicator.rebuild` before it is used again. Returns within ``timeout_s`` and 20 s.
 
         Raises
         ------
         TransferError
             The worker is inside a call of a library that does not return (EPLB-T022).
         """
-        if not self._closed:
-            self._closed = True
-            self._stop()
+        self._close(together=True)
 
-    def _stop(self) -> None:
+    def _close(self, *, together: bool) -> None:
+        if not (self._closed or self._core.is_inherited):
+            self._closed = True
+            self._stop(together=together)
+
+    def _stop(self, *, together: bool) -> None:
         self._let_go.detach()
         self._handover.call_off(CLOSING, stopping=True)
         if self._worker is not None and not self._worker.join(self._core.timeout_s + _CLOSE_GRACE_S):
             raise error_for("EPLB-T022", problem=f"does not end: it {self._progress.place()}")
         self._core.release()
         self._engine.commit_all()
+        if together:
+            self._core.leave()
 
     def _check_open(self) -> None:
         if self._closed:
             raise error_for("EPLB-T008", name=f"{self._core.communicator.name} (LoadBalancer)")
+        self._core.check_open()
 
     def __enter__(self) -> LoadBalancer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._close(together=error is None)
 
 
 def _let_go(core: CoreAccess, handover: Handover) -> None:
-    core.release()
-    handover.call_off(CLOSING, stopping=True)
+    if not core.is_inherited:
+        core.release()
+        handover.call_off(CLOSING, stopping=True)

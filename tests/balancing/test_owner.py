@@ -81,7 +81,8 @@ def test_the_worker_of_one_that_was_dropped_ends():
     assert run_ranks(2, drops_it) == [True, True]
 
 
-FORGETFUL = """
+SERVING = """
+import os, sys, time
 import numpy as np, torch, torch.distributed as dist
 import eplb_core as eplb
 
@@ -93,11 +94,45 @@ balancer = eplb.LoadBalancer(config, communicator, [[0, 1, 2, 3]], 4)
 for _ in range(5):
     balancer.record(0, np.ones(4))
     balancer.step()
-raise ArithmeticError("the host fails")
 """
 
 
+def serve(then):
+    return subprocess.run([sys.executable, "-c", SERVING + then], capture_output=True, text=True, timeout=60)
+
+
 def test_a_host_that_fails_without_closing_it_ends_with_its_own_error():
-    ended = subprocess.run([sys.executable, "-c", FORGETFUL], capture_output=True, text=True, timeout=60)
+    ended = serve('raise ArithmeticError("the host fails")')
     assert ended.returncode == 1
     assert "the host fails" in ended.stderr
+
+
+FORKING = """
+for _ in range(5):  # at whatever the worker holds just then
+    balancer.step()
+    child = os.fork()
+    if child == 0:
+        try:
+            balancer.step()
+        except eplb.EplbError as error:
+            balancer.close()
+            sys.exit(0 if error.code == "EPLB-T013" else 3)
+        sys.exit(4)
+    ended, status = 0, 0
+    until = time.monotonic() + 10
+    while not ended and time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        time.sleep(1e-3)
+    assert (ended, os.waitstatus_to_exitcode(status)) == (child, 0)
+balancer.step()
+balancer.close()
+communicator.close()
+print("served on")
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_child_is_refused_and_ends_and_its_parent_serves_on():
+    ended = serve(FORKING)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "served on\n"
