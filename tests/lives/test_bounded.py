@@ -174,11 +174,11 @@ def whose_progress_raises_while_agreeing(rank: Rank):
     maps = shuffles(3, 3, 2, NUM_ROWS)
     life = Life(rank, "lingering", maps[0])
     life.rearrange("first", maps[1])
-    lingering.fails_while_draining = rank.rank == 0
+    lingering.breaks_down = rank.rank == 0
     if rank.rank == 1:
         time.sleep(0.5)
     life.do("begin", life.comm.begin, life.held, maps[2])
-    lingering.fails_while_draining = False
+    lingering.breaks_down = False
     life.rearrange("go on", maps[2])
     return life.end()
 
