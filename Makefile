@@ -11,10 +11,10 @@ TYPED := eplb_core $(wildcard plugins/*/src) \
 # What `make` installs beside the core: the plugins, and the example that is a distribution as strangers write them.
 DISTS := $(PLUGINS) $(patsubst %/pyproject.toml,%,$(wildcard examples/*/pyproject.toml))
 # Tests at a time. Most of them wait for ranks, which are processes of their own, and for limits on purpose.
-JOBS ?= 2
+JOBS ?= 3
 PYTEST := -m pytest --numprocesses $(JOBS) --dist worksteal
 
-.PHONY: demo test floors soak mutants lint pytest pytest-optimized wheels clean
+.PHONY: demo test floors soak model mutants lint pytest pytest-optimized wheels clean
 .NOTPARALLEL:
 
 demo: $(VENV)/.installed
@@ -40,11 +40,15 @@ pytest: $(VENV)/.installed
 # test modules, tests/keep_asserts those of helpers and of the ranks that tests start, and tests/test_asserts.py fails
 # where either stops working. pytest's warning that it cannot vouch for the rest is therefore switched off.
 pytest-optimized: $(VENV)/.installed
-	$(BIN)/python -O $(PYTEST) -m "not slow and not soak and not gpu" \
+	$(BIN)/python -O $(PYTEST) -m "not slow and not soak and not model and not gpu" \
 		-W "ignore:assertions not in test modules:pytest.PytestConfigWarning"
 
 soak: $(VENV)/.installed
 	$(BIN)/python $(PYTEST) -m soak
+
+# Every order of operations of the promise protocol where that takes minutes; `make test` tries the smaller cases.
+model: $(VENV)/.installed
+	$(BIN)/python $(PYTEST) -m model
 
 # Every test of the conformance kit on every faulty backend, as a table; `make test` runs on each only the one meant for it.
 mutants: $(VENV)/.installed

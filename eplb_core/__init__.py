@@ -14,6 +14,7 @@ from eplb_core.hookspecs import hookimpl as hookimpl
 if TYPE_CHECKING:
     from eplb_core.backend import API_VERSION as API_VERSION
     from eplb_core.backend import BackendInfo as BackendInfo
+    from eplb_core.balancing.load_balancer import LoadBalancer as LoadBalancer
     from eplb_core.communicator import Communicator as Communicator
     from eplb_core.config import EPLBConfig as EPLBConfig
     from eplb_core.control.plane import ControlPlane as ControlPlane
@@ -33,6 +34,7 @@ _HOMES = {
     "ControlPlane": "control.plane",
     "EPLBConfig": "config",
     "EplbError": "errors",
+    "LoadBalancer": "balancing.load_balancer",
     "RearrangeReport": "report",
     "discover": "discovery.discover",
     "select": "discovery.select",

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 class EPLBConfig(BaseModel):
     """What a host sets. A vLLM ``--eplb-config`` JSON loads as it is: ``EPLBConfig.model_validate_json(text)``.
 
-    Fields described as "for the host" are checked here and read by whoever decides when to rearrange; moving weights
-    depends on the others alone.
-
     Frozen, unknown keys refused. Whether the backend, staging allocator or policy that is named exists and fits is no
     question of the configuration; `eplb_core.select` and `eplb_core.Communicator` answer it from what plugins declare.
 
@@ -34,25 +31,25 @@ class EPLBConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     window_size: int = Field(
-        default=1000, gt=0, description="For the host: forward steps over which it sums expert load."
+        default=1000, gt=0, description="Forward steps before a rearrangement whose expert load counts."
     )
-    step_interval: int = Field(
-        default=3000, gt=0, description="For the host: forward steps from one rearrangement to the next."
-    )
+    step_interval: int = Field(default=3000, gt=0, description="Forward steps from one rearrangement to the next.")
     num_redundant_experts: int = Field(
-        default=0, ge=0, description="For the host: physical experts per MoE layer beyond the logical ones."
+        default=0, ge=0, description="Physical experts per MoE layer beyond the logical ones."
     )
     log_balancedness: bool = Field(
-        default=False, description="For the host: log balancedness, the mean over the maximum of tokens per rank."
+        default=False,
+        description="Log balancedness, the mean over the maximum of tokens per rank, on the lowest rank: of the"
+        " placement that holds, under the load of all ranks that was gathered last.",
     )
     log_balancedness_interval: int = Field(
         default=1,
-        description="For the host: forward steps between two balancedness lines; above 0 with log_balancedness.",
+        description="Forward steps between two balancedness lines; above 0 with log_balancedness.",
     )
     use_async: bool = Field(
         default=True,
-        description="The host rearranges from a worker thread while the model serves: only backends that declare"
-        " themselves safe beside running kernels are taken.",
+        description="Rearrange from a worker thread while the model serves: only backends that declare themselves safe"
+        " beside running kernels are taken.",
     )
     policy: str = Field(
         default="default",
@@ -77,14 +74,22 @@ class EPLBConfig(BaseModel):
     )
     on_failure: Literal["raise", "keep"] = Field(
         default="raise",
-        description="For the host, of a rearrangement in the background: 'raise' at its next step, or log it and 'keep'"
-        " the old placement.",
+        description="Of a LoadBalancer whose rearrangement failed: 'raise' at its next step, or log it, 'keep' the old"
+        " placement, rebuild, and try again at the next interval.",
     )
     fallback: str | None = Field(
         default=None,
         min_length=1,
         description="Backend to take, with a warning, where the one named is not available on this machine, or nothing"
-        " can be chosen automatically; None takes no other.",
+        " can be chosen automatically; also where a LoadBalancer's rearrangement failed twice in a row. None takes no"
+        " other.",
+    )
+    max_bandwidth_gbps: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Gbit/s that a rank receives at most, on average, while a LoadBalancer moves weights in the"
+        " background; None is as fast as it goes.",
     )
 
     @field_validator(
@@ -95,6 +100,7 @@ class EPLBConfig(BaseModel):
         "timeout_s",
         "staging_layers",
         "max_ops_per_batch",
+        "max_bandwidth_gbps",
         mode="before",
     )
     @classmethod

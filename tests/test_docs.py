@@ -16,8 +16,8 @@ DOCS = ROOT / "docs"
 PROTOCOL = (DOCS / "protocol.md").read_text()
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 
-RULES = re.findall(r"^- \*\*([IL]\d+)\*\*", PROTOCOL, re.MULTILINE)
-ROWS = dict(re.findall(r"^\| ([IL]\d+) \| (`.*::.*) \|$", PROTOCOL, re.MULTILINE))
+RULES = re.findall(r"^- \*\*([ILP]\d+)\*\*", PROTOCOL, re.MULTILINE)
+ROWS = dict(re.findall(r"^\| ([ILP]\d+) \| (`.*::.*) \|$", PROTOCOL, re.MULTILINE))
 NAMED = sorted({test for row in ROWS.values() for test in re.findall(r"`([^`]+)`", row)})
 
 
@@ -30,8 +30,10 @@ def sentences_of(path: Path) -> frozenset[str]:
 def test_the_rules_are_numbered_without_gaps():
     invariants = [rule for rule in RULES if rule[0] == "I"]
     lives = [rule for rule in RULES if rule[0] == "L"]
+    background = [rule for rule in RULES if rule[0] == "P"]
     assert invariants == [f"I{number}" for number in range(1, 13)]
     assert lives == [f"L{number}" for number in range(1, len(lives) + 1)]
+    assert background == [f"P{number}" for number in range(1, len(background) + 1)]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -90,7 +92,7 @@ def test_a_way_goes_through_modules_that_exist(way):
 def test_a_word_of_the_glossary_stands_once_and_in_order():
     page = (DOCS / "glossary.md").read_text()
     words = [word for word in re.findall(r"^\| ([^|]+?) \|", page, re.MULTILINE) if word != "word"]
-    assert len(words) == 25
+    assert len(words) == 26
     assert words == sorted(set(words))
 
 

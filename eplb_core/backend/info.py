@@ -131,6 +131,9 @@ class PolicyInfo:
         See `BackendInfo`.
     available : callable
         See `BackendInfo`.
+    worthwhile_gain : float or None
+        What balancedness (mean over maximum of the ranks' tokens) a layer must gain for its weights to be moved; layers
+        that gain less stay as they are. None moves whatever the policy returns.
     """
 
     name: str
@@ -140,3 +143,4 @@ class PolicyInfo:
     requires: tuple[str, ...] = ()
     install_hint: str = ""
     available: Callable[[], str | None] | None = None
+    worthwhile_gain: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 
 import numpy as np
@@ -10,7 +11,11 @@ import numpy.typing as npt
 
 from eplb_core.arrays import IntArray
 from eplb_core.balancing.arguments import FloatArray, checked_map, count_replicas
+from eplb_core.balancing.breath import let_others_run
 from eplb_core.errors import PlanError
+
+Assign = Callable[[FloatArray], IntArray]
+"""From a score [n, n] a column of its own for each row."""
 
 
 def align(old_map: npt.ArrayLike, new_map: npt.ArrayLike, num_ranks: int, *, num_nodes: int = 1) -> IntArray:
@@ -55,17 +60,32 @@ def align(old_map: npt.ArrayLike, new_map: npt.ArrayLike, num_ranks: int, *, num
     num_layers, num_slots = new.shape
     num_local = num_slots // num_ranks
     num_logical_experts = int(max(old.max(initial=-1), new.max(initial=-1))) + 1
-    assign = _assign_exactly if find_spec("scipy") else _assign_greedily
+    assign = assignment()
     aligned = np.empty((num_layers, num_nodes, num_ranks // num_nodes, num_local), np.int64)
     for layer, (old_nodes, new_nodes) in enumerate(
         zip(old.reshape(aligned.shape), new.reshape(aligned.shape), strict=True)
     ):
+        let_others_run()
         # A node is a block of ranks, and each rank of a node a block of one rank.
         traded = new_nodes[_trade_places(old_nodes, new_nodes, num_logical_experts, assign)]
         for node, (old_ranks, new_ranks) in enumerate(zip(old_nodes, traded, strict=True)):
             order = _trade_places(old_ranks[:, None], new_ranks[:, None], num_logical_experts, assign)
             aligned[layer, node] = _keep_rows(old_ranks, new_ranks[order])
     return aligned.reshape(new.shape)
+
+
+@cache
+def assignment() -> Assign:
+    """Return how blocks are assigned: exactly, where SciPy is installed; importing it takes a third of a second."""
+    if not find_spec("scipy"):
+        return _assign_greedily
+    from scipy.optimize import linear_sum_assignment
+
+    def exactly(score: FloatArray) -> IntArray:
+        columns: IntArray = linear_sum_assignment(score, maximize=True)[1]
+        return columns
+
+    return exactly
 
 
 def rows_received(old_map: npt.ArrayLike, new_map: npt.ArrayLike, num_ranks: int) -> IntArray:
@@ -97,13 +117,11 @@ def rows_received(old_map: npt.ArrayLike, new_map: npt.ArrayLike, num_ranks: int
     by_rank = (len(old) * num_ranks, old.shape[1] // num_ranks)
     held = count_replicas(old.reshape(by_rank), num_logical_experts) > 0
     needed = count_replicas(new.reshape(by_rank), num_logical_experts) > 0
-    received: IntArray = (needed & ~held).reshape(len(old), -1).sum(axis=1)
+    received: IntArray = (needed & ~held).reshape(len(old), num_ranks * num_logical_experts).sum(axis=1)
     return received
 
 
-def _trade_places(
-    old: IntArray, new: IntArray, num_logical_experts: int, assign: Callable[[FloatArray], IntArray]
-) -> IntArray:
+def _trade_places(old: IntArray, new: IntArray, num_logical_experts: int, assign: Assign) -> IntArray:
     """Return the order of the blocks of `new` [blocks, ranks, slots] in which fewest rows come from other blocks."""
     num_blocks = len(new)
     if num_blocks == 1:
@@ -115,14 +133,6 @@ def _trade_places(
     saved = held.astype(np.float64) @ needed_by_block.T
     # Among equals a block stays where it is: all such preferences together weigh less than one row.
     return assign(saved * (num_blocks + 1) + np.eye(num_blocks))
-
-
-def _assign_exactly(score: FloatArray) -> IntArray:
-    """Return for each row of `score` [n, n] a column of its own, so that the sum is largest."""
-    from scipy.optimize import linear_sum_assignment
-
-    columns: IntArray = linear_sum_assignment(score, maximize=True)[1]
-    return columns
 
 
 def _assign_greedily(score: FloatArray) -> IntArray:

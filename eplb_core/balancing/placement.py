@@ -7,7 +7,11 @@ import numpy.typing as npt
 
 from eplb_core.arrays import IntArray
 from eplb_core.balancing.arguments import FloatArray, checked_load
+from eplb_core.balancing.breath import let_others_run
 from eplb_core.errors import PlanError
+
+_ROUNDS_AT_A_TIME = 16
+"""Rounds of a greedy choice, over all layers at once, before other threads are let in; each takes some 10 us."""
 
 
 def rebalance_experts(
@@ -93,6 +97,8 @@ def _pack(weights: FloatArray, num_bins: int) -> IntArray:
     bin_weights = np.zeros((num_rows, num_bins))
     fill = np.zeros((num_rows, num_bins), np.int64)
     for i in range(num_items):  # all rows at once
+        if i % _ROUNDS_AT_A_TIME == 0:
+            let_others_run()
         lightest = bin_weights.argmin(axis=1)
         place = fill[rows, lightest]
         packed[rows, lightest, place] = heaviest_first[:, i]
@@ -110,6 +116,8 @@ def _replicate(load: FloatArray, num_slots: int) -> tuple[IntArray, IntArray]:
     num_replicas = np.ones((num_rows, num_experts), np.int64)
     carried = load.copy()
     for slot in range(num_experts, num_slots):
+        if slot % _ROUNDS_AT_A_TIME == 0:
+            let_others_run()
         busiest = carried == carried.max(axis=1, keepdims=True)
         chosen = np.where(busiest, num_replicas, num_slots + 1).argmin(axis=1)
         replicas[:, slot] = chosen

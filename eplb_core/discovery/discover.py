@@ -77,7 +77,10 @@ def _core_offers() -> list[Offer]:
     torch_staging = "eplb_core.memory.staging:TorchStaging"
     return [
         ("staging", StagingInfo("torch", "torch's own allocator", API_VERSION, torch_staging, memory="any")),
-        ("policy", PolicyInfo("default", "hierarchical EPLB: nodes, then ranks", API_VERSION, placement)),
+        (
+            "policy",
+            PolicyInfo("default", "hierarchical EPLB: nodes, then ranks", API_VERSION, placement, worthwhile_gain=0.01),
+        ),
     ]
 
 

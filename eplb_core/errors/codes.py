@@ -219,6 +219,19 @@ _add(
     ],
 )
 
+_add(
+    "EPLB-C015",
+    "The LoadBalancer cannot be built: {problem}.",
+    meaning="An argument of the LoadBalancer does not fit the configuration, the communicator or this machine.",
+    when="When the LoadBalancer is built, on the rank that was given the argument.",
+    situations=[
+        "num_redundant_experts kept its default, 0, and the map has more slots than there are logical experts",
+        "the policy that is named needs a library that is not installed",
+        "the configuration is another one than the communicator's",
+    ],
+    solutions=["correct the argument or the field that the message names"],
+)
+
 # --- D: discovery -----------------------------------------------------------------------------------------------------
 
 _add(
@@ -480,6 +493,19 @@ _add(
     ],
 )
 
+_add(
+    "EPLB-P010",
+    "Invalid expert load: {problem}.",
+    meaning="What was recorded of a layer's tokens has the wrong shape or type, or cannot be a number of tokens.",
+    when="In LoadBalancer.record(), locally; for values, when a rearrangement reads them, on every rank.",
+    situations=[
+        "counts of logical experts, or of this rank's own slots, where one per physical expert of all ranks is meant",
+        "NaN from a kernel that did not run",
+        "counts of one layer on the host and of another on a device",
+    ],
+    solutions=["record tokens per physical expert, [num_physical_experts], always from the same device"],
+)
+
 # --- T: transfer ------------------------------------------------------------------------------------------------------
 
 _add(
@@ -509,6 +535,7 @@ _add(
     solutions=[
         "look at the rank that is named first",
         "py-spy dump its process",
+        "while connecting: let /etc/hosts answer for the addresses, or try RES_OPTIONS=attempts:0 in the environment",
         "raise timeout_s if the transfer was making progress",
     ],
 )
@@ -698,6 +725,41 @@ _add(
         "from the rank's machine, try the address: 'nc -vz HOST PORT' while the peer listens",
         "give the peer host=, an address that all ranks reach",
         "open a range of ports between the ranks and name it with ports=(low, high); see 'Ports' in the README",
+    ],
+)
+
+_add(
+    "EPLB-T020",
+    "Layer {layer} was to be committed in step {due}, and this rank is in step {step}.",
+    meaning="This rank's engine went past the forward step at which all ranks were to commit a layer.",
+    when="In LoadBalancer.step(), on the rank that is late. The others have committed the layer.",
+    situations=[
+        "step() is called in two threads, or was left by an exception of the host's own",
+        "a communicator and a LoadBalancer of different groups were put together",
+    ],
+    solutions=[
+        "call step() once per forward step, from one thread",
+        "restart the rank: its weights are a layer behind",
+    ],
+)
+
+_add(
+    "EPLB-T021",
+    "The rearrangement was called off: {reason}.",
+    meaning="A rank does not want the rearrangement at hand any more. No layer of it is committed from here on.",
+    when="In the background, on every rank; step() does not raise it, for nothing failed.",
+    situations=["invalidate(), before weights are reloaded", "one rank closes its LoadBalancer before the others do"],
+    solutions=["nothing to do: the next rearrangement comes at the next interval"],
+)
+_add(
+    "EPLB-T022",
+    "The load balancer's worker {problem}.",
+    meaning="The thread that rearranges in the background is dead, or sits in one place for longer than any wait may.",
+    when="In LoadBalancer.step(), on the rank whose worker it is. Others find it by the limits of their waits.",
+    situations=["a backend's library call does not return", "an error of a kind that nobody expected"],
+    solutions=[
+        "look at the exception that the message names, or at the thread's stack (py-spy dump)",
+        "close() the LoadBalancer and serve on with the placement that holds",
     ],
 )
 

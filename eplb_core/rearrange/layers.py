@@ -149,10 +149,10 @@ class MovingLayers:
         layer.handle = epoch.hooks.transfer(plan)
 
     def note_decided(self, layer: MovingLayer) -> None:
-        """Note that a layer is decided: it must be committed, whatever else happens."""
-        self.decided[layer.number] = layer
-        del self.started[layer.number]
-        self._state.held.note_decided(layer.number)
+        """Note, once and from any thread, that a layer is decided: it must be committed, whatever else happens."""
+        if self.started.pop(layer.number, None) is not None:
+            self.decided[layer.number] = layer
+            self._state.held.note_decided(layer.number)
 
     def drain(self, reason: str) -> bool:
         """Stop every transfer in flight; True when none can touch memory any more."""

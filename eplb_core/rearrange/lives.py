@@ -17,6 +17,7 @@ from eplb_core.errors import EplbError, TransferError, error_for
 from eplb_core.rearrange.entrance import Entrance
 from eplb_core.rearrange.epoch import Epoch
 from eplb_core.rearrange.retirement import Retirement
+from eplb_core.rearrange.setup import Setup, set_up
 from eplb_core.voting.meeting import Meeting
 from eplb_core.voting.operations import Refusal, perform
 from eplb_core.weights.host_landing import check_landing
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from eplb_core.control.plane import ControlPlane
     from eplb_core.rearrange.rearrangement import Rearrangement
-    from eplb_core.rearrange.setup import Setup
     from eplb_core.rearrange.state import CommunicatorState
 
 logger = logging.getLogger("eplb_core")
@@ -125,6 +125,21 @@ class Lives:
             except Exception as error:
                 self._state.poison(_typed(error, self.rank, "rebuild"), "rebuild")
                 raise
+
+    def take_backend(self, name: str) -> None:
+        """Take another backend, with its default options, from the next `renew` on; EplbError where it cannot be."""
+        before = self._setup
+        config = before.config.model_copy(update={"communicator": name, "fallback": None})
+        setup = set_up(
+            config,
+            before.layout,
+            stream=before.streams.side,
+            options=None,
+            observers=before.observers,
+            name=before.name,
+        )
+        self._setup = setup
+        self._state.take_backend(setup.info.name, setup.allocator)
 
     def finish(self) -> None:
         """Commit the layers that are decided and not yet copied here, as every other rank does."""

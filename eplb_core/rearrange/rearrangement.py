@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from eplb_core.backend import Event
-from eplb_core.errors import CommitError, PlanError
+from eplb_core.errors import CommitError, EplbError, PlanError
 from eplb_core.rearrange.failure import FailurePath
 from eplb_core.rearrange.layers import MovingLayer, MovingLayers
 from eplb_core.voting.departure import vanish
@@ -146,6 +146,42 @@ class Rearrangement:
                 self.commit_decided()
             self._end()
 
+    # --- for a load balancer, which decides in its own way -----------------------------------------------------------
+
+    def vote_beside(self, number: int, topic: str) -> Vote:
+        """Make another vote about a layer; its keys are deleted when those of the layer's own vote are."""
+        vote = self._members.vote(f"{number}/{topic}", f"layer {number}, phase {topic}")
+        self._moving.votes.append(vote)
+        return vote
+
+    def is_decided(self, number: int) -> bool:
+        """Is it known here that a layer is to be committed, and not done yet?"""
+        return number in self._moving.decided
+
+    def accept(self, number: int) -> None:
+        """Note that a layer is decided, in place of a `stage` that does not return; from any thread."""
+        layer = self._moving.started.get(number)
+        if layer is not None:
+            self._moving.note_decided(layer)
+
+    def give_up(self, number: int, error: EplbError) -> NoReturn:
+        """Abort the next layer to be staged on every rank, drain, and raise; collective."""
+        self._failure.abandon(number, self._members.vote(str(number), f"layer {number}, phase vote").abort(error), None)
+
+    def tally(self, number: int, ballots: Mapping[int, Ballot]) -> Decision:
+        """Decide about a layer by the ballots of all members, after the observers of this rank have seen them."""
+        if self._epoch.hooks.observed:
+            shown: dict[str, dict[int, bytes]] = {}
+            for rank, ballot in ballots.items():
+                for name, value in ballot.evidence.items():
+                    shown.setdefault(name, {})[rank] = value
+            try:
+                self._epoch.hooks.observe(self._event("tally", number, evidence=shown))
+            except Exception as error:
+                refusal = self._watch.diagnose(error, self._moving.started[number].vote, f"layer {number}, phase vote")
+                return Decision(False, self._members.rank, refusal.error, refusal.fatal)
+        return all_agree(self._members.rank)(ballots)
+
     # --- steps of a layer --------------------------------------------------------------------------------------------
 
     def _check_stage(self, layer: int) -> None:
@@ -172,7 +208,7 @@ class Rearrangement:
             with counts.phase("vote"):
                 ballot = Ballot(True, evidence=self._evidence(layer))
                 if voting is None:
-                    layer.vote.cast(ballot, lambda ballots: self._tally(layer, ballots))
+                    layer.vote.cast(ballot, lambda ballots: self.tally(layer.number, ballots))
         if meanwhile is not None:
             try:
                 meanwhile()
@@ -209,19 +245,6 @@ class Rearrangement:
 
     def _evidence(self, layer: MovingLayer) -> Mapping[str, bytes]:
         return self._epoch.hooks.observe(self._event("vote", layer.number)) if self._epoch.hooks.observed else {}
-
-    def _tally(self, layer: MovingLayer, ballots: Mapping[int, Ballot]) -> Decision:
-        if self._epoch.hooks.observed:
-            shown: dict[str, dict[int, bytes]] = {}
-            for rank, ballot in ballots.items():
-                for name, value in ballot.evidence.items():
-                    shown.setdefault(name, {})[rank] = value
-            try:
-                self._epoch.hooks.observe(self._event("tally", layer.number, evidence=shown))
-            except Exception as error:
-                refusal = self._watch.diagnose(error, layer.vote, layer.vote.where)
-                return Decision(False, self._members.rank, refusal.error, refusal.fatal)
-        return all_agree(self._members.rank)(ballots)
 
     # --- the end of a layer ------------------------------------------------------------------------------------------
 

@@ -68,6 +68,10 @@ class CommunicatorState:
         self._calls = _OneUser("a call while another thread is inside one")
         self._commits = _OneUser("a commit while another thread is inside one")
 
+    def take_backend(self, name: str, allocator: StagingAllocator) -> None:
+        """Report of another backend from now on."""
+        self._backend, self._allocator = name, allocator
+
     # --- a rearrangement's life --------------------------------------------------------------------------------------
 
     def entered(self, epoch: int, generation: int) -> None:
@@ -101,7 +105,8 @@ class CommunicatorState:
         """Refuse all use from now on, until a rebuild; the first reason stays."""
         if self._poison is None:
             self._poison = (error, where)
-            logger.error("%s: unusable until rebuild: %s", self.name, error)
+            wanted = error.code == "EPLB-T021"  # by the host, as when it closes its LoadBalancer: no failure
+            logger.log(logging.INFO if wanted else logging.ERROR, "%s: unusable until rebuild: %s", self.name, error)
         self.undrained = self.undrained or undrained
 
     @property

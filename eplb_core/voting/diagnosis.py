@@ -106,7 +106,10 @@ class Diagnosis:
                 warned = True
                 self._say_whom_it_waits_for(vote, deadline.elapsed_s)
             if pump:
-                pump()
+                try:
+                    pump()
+                except Exception as error:  # of the backend: the members must not wait for this rank
+                    return self.diagnose(error, vote, vote.where)
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
             return None

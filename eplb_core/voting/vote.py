@@ -107,7 +107,7 @@ class Vote:
 
     def ballots(self) -> dict[int, Ballot]:
         """Read the ballots that are set, by rank; a damaged ballot counts as abort for that reason."""
-        return perform(self._reading(), self._client)
+        return perform(self.reading(), self._client)
 
     def missing(self) -> list[int]:
         """Return the members whose ballot is not set."""
@@ -119,26 +119,35 @@ class Vote:
 
     def casting(self, ballot: Ballot, tally: Tally) -> Steps[None]:
         """Steps of `cast`."""
-        sealed = self._scope.seal("ballot", encode_ballot(ballot))
-        self.balloted = True  # before it is sent: if the store is lost during this call, the layer is in doubt
-        yield Put(self._ballot_key(self._scope.rank), sealed)
-        count = yield Count(f"{self._prefix}/count")
+        yield from self.balloting(ballot)
+        count = yield from self.counting()
         if count < len(self._members):
             return
-        ballots = yield from self._reading()
+        ballots = yield from self.reading()
         missing = [rank for rank in self._members if rank not in ballots]
         if missing:  # impossible while the store works; never commit on fewer than all ballots
             error: EplbError = MetadataError("EPLB-M005", peer=missing[0], problem="its ballot is missing")
             decision = Decision(False, self._scope.rank, error)
         else:
             decision = tally(ballots)
-        yield from self._putting(decision)
+        yield from self.putting(decision)
+
+    def balloting(self, ballot: Ballot) -> Steps[None]:
+        """Set this rank's ballot."""
+        sealed = self._scope.seal("ballot", encode_ballot(ballot))
+        self.balloted = True  # before it is sent: if the store is lost during this call, the layer is in doubt
+        yield Put(self._ballot_key(self._scope.rank), sealed)
+
+    def counting(self) -> Steps[int]:
+        """Count this rank's ballot, which is set, and return how many are."""
+        count: int = yield Count(f"{self._prefix}/count")
+        return count
 
     def aborting(
         self, error: EplbError, *, fatal: bool = False, content: Mapping[str, object] | None = None
     ) -> Steps[Decision]:
         """Steps of `abort`."""
-        return (yield from self._putting(Decision(False, self._scope.rank, error, fatal, content or {})))
+        return (yield from self.putting(Decision(False, self._scope.rank, error, fatal, content or {})))
 
     def polling(self) -> Steps[Decision | None]:
         """Steps of `poll`."""
@@ -158,7 +167,8 @@ class Vote:
             if refusal is not None:
                 return (yield from self.aborting(refusal.error, fatal=refusal.fatal))
 
-    def _reading(self) -> Steps[dict[int, Ballot]]:
+    def reading(self) -> Steps[dict[int, Ballot]]:
+        """Steps of `ballots`."""
         values = yield Get(tuple(self._ballot_key(rank) for rank in self._members))
         found = {}
         for rank, value in zip(self._members, values, strict=True):
@@ -170,7 +180,8 @@ class Vote:
                 found[rank] = Ballot(False, error)
         return found
 
-    def _putting(self, decision: Decision) -> Steps[Decision]:
+    def putting(self, decision: Decision) -> Steps[Decision]:
+        """Put a decision unless one stands, and obey what stands."""
         # Any member may write it, and its body says which did; the envelope is bound to rank 0.
         value = self._scope.of(rank=0).seal("decision", encode_decision(decision))
         stands = yield PutFirst(self.decision_key, value)

@@ -17,7 +17,7 @@ from tests.lives.oracle import Kind
 from tests.lives.play import HistoryOver, Play
 from tests.lives.worlds import TensorSpec, World
 
-_QUICK, _SOAK, _AT_A_TIME = 10, 500, 25
+_QUICK, _SOAK, _AT_A_TIME = 20, 500, 25
 
 
 def ranges(first: int, stop: int, size: int) -> list:

@@ -180,7 +180,7 @@ class ObeysAnyCommit(Vote):
 class Overwrites(Vote):
     """The decision is set, whatever stands there."""
 
-    def _putting(self, decision: Decision) -> Steps[Decision]:
+    def putting(self, decision: Decision) -> Steps[Decision]:
         value = self._scope.of(rank=0).seal("decision", encode_decision(decision))
         yield Put(self.decision_key, value)
         return self._obey(value)
@@ -197,17 +197,17 @@ class CountsFirst(Vote):
             yield from self._tallying(tally)
 
     def _tallying(self, tally: Tally) -> Steps[None]:
-        ballots = yield from self._reading()
+        ballots = yield from self.reading()
         missing = EplbError("EPLB-M005", peer=0, problem="its ballot is missing") if len(ballots) < 3 else None
-        yield from self._putting(Decision(False, self._scope.rank, missing) if missing else tally(ballots))
+        yield from self.putting(Decision(False, self._scope.rank, missing) if missing else tally(ballots))
 
 
 class CountsFirstAndTakesWhatIsThere(CountsFirst):
     """The same, and a missing ballot is none against."""
 
     def _tallying(self, tally: Tally) -> Steps[None]:
-        ballots = yield from self._reading()
-        yield from self._putting(tally(ballots))
+        ballots = yield from self.reading()
+        yield from self.putting(tally(ballots))
 
 
 class GivesUpAlone(Vote):

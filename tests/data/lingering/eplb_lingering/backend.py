@@ -17,6 +17,9 @@ class Lingering:
     fails_while_draining = False
     """Set by a test in the process of a rank: `abort` says that all is well, and `progress` raises after it."""
 
+    breaks_down = False
+    """Set likewise: `progress` raises from now on."""
+
     def __init__(self, options, context):
         self.context = context
         self.in_flight = {}
@@ -60,7 +63,7 @@ class Lingering:
         return TransferReceipt(int(receives.nbytes.sum()), int(plan.sends.nbytes.sum()))
 
     def progress(self):
-        if self.lingers and self.fails_while_draining:
+        if self.breaks_down or (self.lingers and self.fails_while_draining):
             raise RuntimeError("the driver is gone")
 
     def abort(self, handle, reason):

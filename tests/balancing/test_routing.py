@@ -99,6 +99,10 @@ def test_aligned_placements_move_fewer_rows():
     assert rows_received(old, align(old, new, 2), 2).tolist() == [0]
 
 
+def test_no_layers_receive_no_rows():
+    assert rows_received(np.empty((0, 4), int), np.empty((0, 4), int), 2).tolist() == []
+
+
 def test_rows_cannot_be_counted_between_maps_of_two_shapes():
     with pytest.raises(PlanError, match="old_map is"):
         rows_received([[0, 1]], [[0, 1, 2, 3]], 2)
