@@ -146,7 +146,7 @@ class BackgroundRearrangement:
         self._committed_at = outcome.step
         # From here on the engine may commit it: the core has noted that it is decided.
         self._book.learn(layer, outcome)
-        if self._book.dropping:
+        if self._book.take_unwanted(layer):  # what was due when the host dropped it, the engine discards
             rearrangement.discard(layer)
 
     def _warn_of_offset(self, offset: int) -> None:

@@ -189,6 +189,9 @@ class CoreAccess:
                 return
         except StoreGone as gone:
             reason = f"the store is lost: {gone}"
+        except BaseException:  # Ctrl-C: nobody knows which generation the others go on with
+            state.poison(error_for("EPLB-T021", reason="closing the LoadBalancer was interrupted"), "close")
+            raise
         state.poison(error_for("EPLB-T021", reason=reason), "close")
 
     def open_client(self, timeout_s: float) -> StoreClient:

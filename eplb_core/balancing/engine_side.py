@@ -155,7 +155,6 @@ class EngineSide:
         under_way = self._handover.under_way
         if under_way is not None:  # a worker that stops leaves the end to whoever commits
             self._core.end(under_way.rearrangement)
-        self.raise_problem()
 
     def _commit(self, layer: int) -> None:
         under_way = self._handover.under_way

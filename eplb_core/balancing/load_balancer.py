@@ -85,8 +85,7 @@ class LoadBalancer:
         self._on_commit = on_commit
         self._num_expert_groups = num_expert_groups
         self._policy = load_policy(config)
-        self._closed = False
-        self._inside_step = False
+        self._closed = self._inside_step = False
         core = CoreAccess(communicator, config)
         placement = checked_placement(core, physical_to_logical_map)
         self._num_logical_experts = check_slots(config, num_logical_experts, placement.shape[1])
@@ -98,16 +97,14 @@ class LoadBalancer:
     def _begin(self, core: CoreAccess, placement: IntArray) -> None:
         """Connect, and count from 0."""
         core.connect(placement)
-        config = self.config
-        self._core = core
-        self._book = PromiseBook()
-        self._progress = Progress()
-        self._handover = Handover(self._book, placement, config.step_interval)
+        self._core, config = core, core.config
+        self._stopped = False
+        self._book, self._progress = PromiseBook(), Progress()
+        size, interval = config.window_size, config.step_interval
+        self._handover = Handover(self._book, placement, interval)
         self._let_go = weakref.finalize(self, _let_go, core, self._handover)  # a worker ends when nobody steps any more
         self._let_go.atexit = False  # it ends then by itself; in a forked child, a lock may be held by nobody
-        self._window = LoadWindow(
-            placement, self._num_logical_experts, window_size=config.window_size, step_interval=config.step_interval
-        )
+        self._window = LoadWindow(placement, self._num_logical_experts, window_size=size, step_interval=interval)
         self._engine = EngineSide(core, self._book, self._handover, self._progress, self._window, self._on_commit)
         placing = Placing(
             core,
@@ -116,8 +113,8 @@ class LoadBalancer:
             num_expert_groups=self._num_expert_groups,
             progress=self._progress,
         )
-        shared = (core, self._book, self._handover, self._progress)
         self._worker: Worker | None = None
+        shared = (core, self._book, self._handover, self._progress)
         if config.use_async:
             self._rearranger = Rearranger(*shared, placing, BackgroundRearrangement(*shared).run)
             self._worker = self._engine.worker = Worker(core, self._handover, self._progress, self._rearranger.run)
@@ -207,8 +204,8 @@ class LoadBalancer:
     @property
     def status(self) -> LoadBalancerStatus:
         """What it is doing, for which layer, for whom it waits and since when."""
-        core, handover = self._core, self._handover
-        status = self._progress.status(self._book, next_step=handover.next_step, backend=core.communicator.backend)
+        next_step, backend = self._handover.next_step, self._core.communicator.backend
+        status = self._progress.status(self._book, next_step=next_step, backend=backend)
         return replace(status, phase="closed") if self._closed else status
 
     # --- what the host does otherwise ---------------------------------------------------------------------------------
@@ -267,11 +264,13 @@ class LoadBalancer:
         self._close(together=True)
 
     def _close(self, *, together: bool) -> None:
-        if not (self._closed or self._core.is_inherited):
+        if not self._core.is_inherited:
             self._closed = True
             self._stop(together=together)
 
     def _stop(self, *, together: bool) -> None:
+        if self._stopped:  # else a stop that was interrupted, or whose worker did not end, is taken up again
+            return
         self._let_go.detach()
         self._handover.call_off(CLOSING, stopping=True)
         if self._worker is not None and not self._worker.join(self._core.timeout_s + _CLOSE_GRACE_S):
@@ -280,11 +279,13 @@ class LoadBalancer:
         self._engine.commit_all()
         if together:
             self._core.leave()
+        self._stopped = True
+        self._engine.raise_problem()
 
     def _check_open(self) -> None:
+        self._core.check_open()
         if self._closed:
             raise error_for("EPLB-T008", name=f"{self._core.communicator.name} (LoadBalancer)")
-        self._core.check_open()
 
     def __enter__(self) -> LoadBalancer:
         return self

@@ -104,6 +104,8 @@ class PromiseBook:
         """Decisions of the rearrangement at hand."""
         self.dropping = False
         """Is what is decided from now on not to be committed?"""
+        self._unwanted: set[int] = set()
+        """Layers whose commit was learned while dropping; whoever staged them discards them."""
 
     def begin_step(self) -> None:
         """The engine enters ``step()``."""
@@ -131,7 +133,9 @@ class PromiseBook:
             self.promised.pop(layer, None)
             if layer not in self.known:
                 self.known[layer] = outcome
-                if outcome.step is not None and not self.dropping:
+                if outcome.step is not None and self.dropping:
+                    self._unwanted.add(layer)
+                elif outcome.step is not None:
                     self.due[layer] = outcome.step
             self.changed.notify_all()
             self._check_due()
@@ -173,10 +177,18 @@ class PromiseBook:
             self.dropping = True
             return dropped
 
+    def take_unwanted(self, layer: int) -> bool:
+        """Tell, once, whether a layer was decided while dropping: it was never due, so `drop` did not return it."""
+        with self.changed:
+            unwanted = layer in self._unwanted
+            self._unwanted.discard(layer)
+            return unwanted
+
     def forget(self) -> None:
         """A rearrangement is over, and its layers are committed or dropped."""
         with self.changed:
             self.known.clear()
+            self._unwanted.clear()
             self.dropping = False
 
     def _check_due(self) -> None:

@@ -136,3 +136,49 @@ def test_a_forked_child_is_refused_and_ends_and_its_parent_serves_on():
     ended = serve(FORKING)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "served on\n"
+
+
+INTERRUPTED = """
+def once(owner, name):
+    method = getattr(owner, name)
+    def interrupted(*arguments, **more):
+        setattr(owner, name, method)
+        raise KeyboardInterrupt
+    setattr(owner, name, interrupted)
+
+for owner, name in [(balancer._worker, "join"), (balancer._engine, "commit_all"), (balancer._core, "leave")]:
+    once(owner, name)
+    try:
+        balancer.close()
+        sys.exit(3)
+    except KeyboardInterrupt:
+        pass
+balancer.close()
+eplb.LoadBalancer(config, communicator, balancer.physical_to_logical_map, 4).close()
+communicator.close()
+print("closed")
+"""
+
+
+def test_a_close_that_was_interrupted_is_taken_up_again():
+    ended = serve(INTERRUPTED)
+    assert ended.stdout == "closed\n", ended.stderr
+    assert ended.returncode == 0
+
+
+LEAVING_INTERRUPTED = """
+def interrupted(*arguments, **more):
+    raise KeyboardInterrupt
+
+balancer._core.watch.decide = interrupted
+try:
+    balancer.close()
+except KeyboardInterrupt:
+    print(communicator.usable, communicator.poisoned.code)
+communicator.close(force=True)
+"""
+
+
+def test_a_communicator_is_to_be_rebuilt_when_bringing_the_members_together_was_interrupted():
+    ended = serve(LEAVING_INTERRUPTED)
+    assert ended.stdout == "False EPLB-T021\n", ended.stderr

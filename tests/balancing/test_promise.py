@@ -332,6 +332,21 @@ def test_what_is_dropped_is_never_due_again():
     assert list(book.due) == ["of the next rearrangement"]
 
 
+def test_a_layer_that_is_dropped_is_discarded_by_one_thread_and_not_by_two():
+    """The engine discards what was due when the host dropped it; the worker, what it learns afterwards."""
+    book = PromiseBook()
+    for layer in (1, 2):
+        book.promise(layer)
+    book.learn(1, Outcome(3, 0))
+    assert book.drop() == [1]
+    book.learn(1, Outcome(3, 0))  # the worker had not looked yet
+    assert not book.take_unwanted(1)
+    book.learn(2, Outcome(3, 0))  # by an engine that settled it
+    book.learn(2, Outcome(3, 0))
+    assert book.take_unwanted(2)
+    assert not book.take_unwanted(2)
+
+
 def test_a_promise_of_the_step_at_hand_is_refused():
     with pytest.raises(ValueError, match="margin=0"):
         PromiseBook(0)
