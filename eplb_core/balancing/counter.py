@@ -145,21 +145,28 @@ class TokenCounter:
         import torch
 
         found: Any = counts
-        if isinstance(counts, torch.Tensor):
-            real, shape = not counts.is_complex(), tuple(counts.shape)
-            found = counts.detach()
-            if real and counts.device.type == "cpu":  # numpy has no bfloat16
-                plain = not counts.is_floating_point() or counts.dtype in (torch.float64, torch.float32)
-                found = (found if plain else found.double()).numpy()
-        else:
-            try:
+        try:
+            if isinstance(counts, torch.Tensor):
+                real, shape = _is_real(counts), tuple(counts.shape)
+                found = counts.detach()
+                if real and counts.device.type == "cpu":  # numpy has no bfloat16, and no view that is yet to be negated
+                    plain = not counts.is_floating_point() or counts.dtype in (torch.float64, torch.float32)
+                    found = (found if plain else found.double()).resolve_neg().numpy()
+            else:
                 found = np.asarray(counts)
-            except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, arrays of a host's own kind
-                problem = f"the counts of layer {layer} cannot be read as an array: {error}"
-                raise PlanError("EPLB-P010", problem=problem) from error
-            real, shape = found.dtype.kind in "biuf", found.shape
+                real, shape = found.dtype.kind in "biuf", found.shape
+        except Exception as error:  # ragged lists, arrays of a host's own kind: what they raise is theirs to choose
+            problem = f"the counts of layer {layer} cannot be read as an array: {error}"
+            raise PlanError("EPLB-P010", problem=problem) from error
         if not real or shape != self._shape[1:]:
             problem = f"the counts of layer {layer} should be real [{self._shape[1]}], one per physical expert"
             kind = counts.dtype if hasattr(counts, "dtype") else type(counts).__name__
             raise PlanError("EPLB-P010", problem=f"{problem}, got {kind} {list(shape)}")
         return cast("Sums", found)
+
+
+def _is_real(counts: torch.Tensor) -> bool:
+    """Are they plain real numbers: neither sparse nor quantized?"""
+    import torch
+
+    return not (counts.is_complex() or counts.is_quantized) and counts.layout == torch.strided

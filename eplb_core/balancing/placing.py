@@ -98,6 +98,11 @@ class Placing:
             return snapshot.of_logical_experts(self._core.settle)
         except EplbError as error:  # every rank is to hear it
             return error
+        except Exception as error:  # a device's, say; the others would wait for this rank's load until their limit
+            reason = f"{type(error).__name__}: {error}"
+            named = error_for("EPLB-T007", rank=self._core.rank, where="the load balancer, phase load", reason=reason)
+            named.__cause__ = error
+            return named
 
     def _place(self, old_map: IntArray, load: FloatArray) -> NewPlacement:
         core = self._core

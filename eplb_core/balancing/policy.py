@@ -211,7 +211,7 @@ def _columns(group: Group, num_physical_experts: int) -> IntArray:
 def _asked(policy: Policy, load: FloatArray, shape: Sequence[int], num_ranks: int, group: Group) -> IntArray:
     try:
         answer = policy.place(
-            load,
+            load.copy(),  # which is its own to change: what is gained is reckoned from the load that was recorded
             shape[1],
             num_ranks=num_ranks,
             num_groups=group.num_expert_groups,
@@ -220,7 +220,7 @@ def _asked(policy: Policy, load: FloatArray, shape: Sequence[int], num_ranks: in
         wanted = np.array(answer)
     except EplbError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # one that exits would take the worker with it, on this rank alone
         problem = f"the policy {policy.name!r} failed with {type(error).__name__}: {error}"
         raise PlanError("EPLB-P006", problem=problem) from error
     problem = ""
