@@ -54,7 +54,7 @@ ROOM_LINES = {
     "memory": 700,
     "rearrange": 2900,
     "observers": 1100,
-    "balancing": 4300,
+    "balancing": 4450,
     "launch": 650,
     "testing": 3600,
     "bench": 1400,

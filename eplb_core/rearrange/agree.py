@@ -12,6 +12,7 @@ import numpy.typing as npt
 from eplb_core.arrays import IntArray
 from eplb_core.backend import Event
 from eplb_core.errors import EplbError, MetadataError, PlanError, error_for
+from eplb_core.errors.texts import describe
 from eplb_core.plan import PlacementPlan, check_maps, plan_moves
 from eplb_core.plan.maps import map_digest
 from eplb_core.voting.vote import all_agree
@@ -72,7 +73,7 @@ def propose(epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: 
         detail = f"{error.detail} Found by rank {epoch.rank}.".strip()
         return error_for(error.code, *error.values, detail=detail, **error.fields)
     except Exception as error:  # for instance from an array class of the host
-        problem = f"reading them failed with {type(error).__name__}: {error}"
+        problem = f"reading them failed with {describe(error)}"
         return error_for("EPLB-P001", problem=problem, detail=f"Found by rank {epoch.rank}.")
     return Proposal(old, new, plan)
 
@@ -161,6 +162,6 @@ def _observe(epoch: Epoch, members: Members, where: str) -> EplbError | None:
     except EplbError as error:
         return error
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = describe(error)
         return error_for("EPLB-T007", rank=epoch.rank, where=where, reason=reason)
     return None

@@ -14,6 +14,7 @@ from eplb_core.backend.toolkit import Deadline
 from eplb_core.control.process import ProcessIdentity
 from eplb_core.control.store import StoreClient, StoreGone
 from eplb_core.errors import EplbError, TransferError, error_for
+from eplb_core.errors.texts import describe
 from eplb_core.rearrange.entrance import Entrance
 from eplb_core.rearrange.epoch import Epoch
 from eplb_core.rearrange.retirement import Retirement
@@ -249,4 +250,4 @@ def _dropped(lives: Lives, pid: int) -> None:
 def _typed(error: Exception, rank: int, where: str) -> EplbError:
     if isinstance(error, EplbError):
         return error
-    return error_for("EPLB-T007", rank=rank, where=where, reason=f"{type(error).__name__}: {error}")
+    return error_for("EPLB-T007", rank=rank, where=where, reason=describe(error))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from eplb_core.backend import Event
 from eplb_core.errors import CommitError, EplbError, PlanError
+from eplb_core.errors.texts import describe
 from eplb_core.rearrange.failure import FailurePath
 from eplb_core.rearrange.layers import MovingLayer, MovingLayers
 from eplb_core.voting.departure import vanish
@@ -270,7 +271,7 @@ class Rearrangement:
                 layer.copies.run()
                 state.slot_events[layer.slot] = self._epoch.setup.streams.mark()
             except BaseException as error:  # Ctrl-C in the middle of a copy leaves the layer torn as well
-                reason = f"{type(error).__name__}: {error}"
+                reason = describe(error)
                 dead = CommitError("EPLB-T006", layer=number, rank=self._epoch.rank, reason=reason)
                 vanish(self._members)
                 self._moving.decided.clear()  # copies that were made in part cannot be repeated

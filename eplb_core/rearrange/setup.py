@@ -16,6 +16,7 @@ from eplb_core.discovery.load import load_target
 from eplb_core.discovery.select import resolve, select
 from eplb_core.discovery.select_staging import build_allocator
 from eplb_core.errors import ConfigError, DiscoveryError, EplbError
+from eplb_core.errors.texts import describe
 from eplb_core.memory.streams import Streams
 from eplb_core.weights.layout import Layout
 
@@ -123,7 +124,7 @@ def set_up(
         except EplbError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = describe(error)
             raise DiscoveryError("EPLB-D004", backend=info.name, reason=reason, detail=info.install_hint) from error
     return Setup(
         name=name,
