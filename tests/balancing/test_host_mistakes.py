@@ -97,10 +97,8 @@ def test_all_ranks_hear_of_a_load_that_one_cannot_read_and_none_waits_for_it():
 
 def calls_inside_step(rank):
     """A callback, which runs inside ``step()``, calls what only the engine may call between two steps."""
-    said, calls = (
-        [],
-        [lambda: lb.step(), lambda: lb.invalidate(), lambda: lb.adopt(comm, placement), lambda: lb.close()],
-    )
+    said = []
+    calls = [lambda: lb.step(), lambda: lb.invalidate(), lambda: lb.adopt(comm, placement), lambda: lb.close()]
 
     def on_commit(*_):
         for call in calls:
@@ -112,10 +110,10 @@ def calls_inside_step(rank):
         communicator="torch_gloo", num_redundant_experts=4, use_async=False, step_interval=2, window_size=1
     )
     comm = eplb.Communicator(config, [[torch.zeros(4, 8)]], rank.control())
-    placement = np.tile(np.arange(8) % 4, (1, 1))
+    placement = np.array([[0, 0, 1, 2, 3, 0, 0, 0]])
     lb = eplb.LoadBalancer(config, comm, placement, 4, on_commit=on_commit)
     for _ in range(2):
-        lb.record(0, np.array([100, 1, 1, 1, 100, 1, 1, 1]))
+        lb.record(0, np.array([1, 1, 100, 100, 1, 1, 1, 1]))
         lb.step()
     lb.close()
     comm.close()
