@@ -1,0 +1,149 @@
+"""What hosts do with a rearrangement beyond staging and committing: give it up, refuse it, take what landed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import eplb_core as eplb
+from eplb_core.errors import EplbError, PlanError
+from eplb_core.testing.model import Model, shuffles
+from eplb_core.testing.ranks import Rank, run_ranks
+from tests.support.backends import every_backend
+from tests.test_rearrange import communicator
+
+LAYERS = [[96, 1, 40]] * 4
+
+
+def prepared(rank: Rank, backend: str, **keywords):
+    """Return weights, a communicator over them, and the maps of a rearrangement in which every layer moves."""
+    maps = shuffles(3, len(LAYERS), rank.world_size, 6, redundant=3)
+    model = Model(rank.rank, maps[0].shape[1] // rank.world_size, LAYERS)
+    model.fill(maps[0])
+    return model, communicator(rank, model.weights, backend, **keywords), maps
+
+
+def usable_again(rank: Rank, comm: eplb.Communicator, model: Model, new) -> list:
+    """Rearrange from what holds now, after a rebuild where the backend could not stop in between."""
+    if not comm.usable:
+        group = rank.device_group(topic="device group again") if comm.backend == "torch_nccl" else None
+        comm.rebuild(30, device_group=group)
+    comm.rearrange(comm.report.physical_to_logical_map, new)
+    return model.wrong_rows(new)
+
+
+# --- cancel -----------------------------------------------------------------------------------------------------------
+
+
+def cancels(rank: Rank, backend: str, staged: int, committed: int):
+    model, comm, (old, new, last) = prepared(rank, backend)
+    generation = comm.begin(old, new)
+    for number, layer in enumerate(generation.layers[:staged]):
+        generation.stage(layer)
+        if number < committed or len(comm.report.decided_layers) > 1:
+            generation.commit(comm.report.decided_layers[0])
+    generation.cancel()
+    report = comm.report
+    held = report.physical_to_logical_map
+    wrong = model.wrong_rows(held)
+    generation.cancel()  # again: nothing happens
+    with pytest.raises(PlanError, match="over"):
+        generation.stage(generation.layers[-1])
+    wrong += usable_again(rank, comm, model, last)
+    comm.close()
+    return report.committed_layers, report.decided_layers, held.tolist(), wrong
+
+
+@every_backend
+@pytest.mark.parametrize(("staged", "committed"), [(0, 0), (1, 0), (1, 1), (3, 2), (4, 4)])
+def test_what_is_cancelled_leaves_every_rank_with_the_same_layers(backend, staged, committed):
+    outcomes = run_ranks(3, cancels, backend.name, staged, committed, env=backend.env)
+    for outcome in outcomes:
+        assert outcome == outcomes[0]
+        assert outcome[1] == ()
+        assert outcome[3] == []
+        assert len(outcome[0]) in (committed, max(committed, staged - 1))
+
+
+def cancels_unevenly(rank: Rank, backend: str):
+    """Rank 0's engine has committed a layer that rank 1's has not; rank 1 cancels while rank 0 stages the next."""
+    model, comm, (old, new, last) = prepared(rank, backend)
+    generation = comm.begin(old, new)
+    first, second = generation.layers[:2]
+    generation.stage(first)
+    told = None
+    if rank.rank == 0:
+        generation.commit(first)
+        with pytest.raises(EplbError) as caught:
+            generation.stage(second)
+        told = caught.value.code
+    generation.cancel()
+    held = comm.report.physical_to_logical_map
+    wrong = model.wrong_rows(held)
+    wrong += usable_again(rank, comm, model, last)
+    comm.close()
+    return held.tolist(), comm.report.committed_layers and None, wrong, told
+
+
+@every_backend
+def test_a_layer_that_one_rank_has_committed_is_committed_by_all_that_cancel(backend):
+    first, second = run_ranks(2, cancels_unevenly, backend.name, env=backend.env)
+    assert first[0] == second[0]
+    assert first[2] == second[2] == []
+    assert first[3] == "EPLB-T021"
+
+
+def reloads_after_cancel(rank: Rank, backend: str):
+    model, comm, (old, new, last) = prepared(rank, backend)
+    generation = comm.begin(old, new)
+    generation.stage(generation.layers[0])
+    generation.cancel()
+    model.fill(last)  # the host loads other weights
+    comm.reloaded(last)
+    wrong = model.wrong_rows(last)
+    wrong += usable_again(rank, comm, model, new)
+    model.fill(old)
+    comm.close()  # and nothing that was decided comes after it
+    return wrong + model.wrong_rows(old)
+
+
+@every_backend
+def test_nothing_is_written_over_weights_that_the_host_loads_after_it_cancelled(backend):
+    assert run_ranks(2, reloads_after_cancel, backend.name, env=backend.env) == [[], []]
+
+
+# --- abort ------------------------------------------------------------------------------------------------------------
+
+
+def refuses(rank: Rank, backend: str, at: int):
+    model, comm, (old, new, last) = prepared(rank, backend)
+    generation = comm.begin(old, new)
+    for layer in generation.layers[:at]:
+        generation.stage(layer)
+        generation.commit(layer)
+    if rank.rank == 1:
+        error = generation.abort("rows of expert 3 have other scales")
+    else:
+        with pytest.raises(EplbError) as caught:
+            generation.stage(generation.layers[at])
+        error = caught.value
+    held = comm.report.physical_to_logical_map
+    wrong = model.wrong_rows(held)
+    with pytest.raises(PlanError, match="no layer is left"):
+        generation.abort("again")
+    generation.cancel()
+    wrong += usable_again(rank, comm, model, last)
+    comm.close()
+    return error.code, str(error), held.tolist(), wrong
+
+
+@every_backend
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_check_of_one_host_that_failed_is_told_to_all_in_its_words(backend, at):
+    outcomes = run_ranks(3, refuses, backend.name, at, env=backend.env)
+    for code, text, held, wrong in outcomes:
+        assert (code, wrong) == ("EPLB-T007", [])
+        assert "Rank 1" in text
+        assert "rows of expert 3 have other scales" in text
+        assert held == outcomes[0][2]
+    assert np.array(outcomes[0][2]).shape
