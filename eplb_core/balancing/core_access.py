@@ -56,6 +56,7 @@ class CoreAccess:
         self.communicator = communicator
         self.config = config
         self.timeout_s = float(config.timeout_s)
+        self._worked_in = 0
         self.life = ""
         """Names this load balancer among those that used the same epoch; the same on all members."""
 
@@ -85,6 +86,8 @@ class CoreAccess:
             # Connecting is collective, so all members count it alike, whatever the one before left half done.
             self.life = f"{self.members.generation}.{self._epoch.connects}"
             self._compare(self._not_held(placement), given)
+            self.note_epoch()
+            self._note_held(placement)
         except BaseException:
             self.release()
             raise
@@ -97,6 +100,16 @@ class CoreAccess:
         layer, slot = differs
         given, holds = int(placement[layer, slot]), int(held.map[layer, slot])
         return PlanError("EPLB-P008", rank=self.rank, layer=layer, slot=slot, held=holds, given=given)
+
+    def _note_held(self, placement: IntArray) -> None:
+        """What all ranks gave, and none knew better, holds from now on: a rebuild before the first move keeps it."""
+        held = self.communicator._state.held
+        if not held.known or held.newcomers:
+            self.communicator.reloaded(placement)
+
+    def note_epoch(self) -> None:
+        """The load balancer works in the present epoch."""
+        self._worked_in = self.communicator.epoch
 
     def _compare(self, refusal: EplbError | None, given: Mapping[str, Any]) -> None:
         """Raise, on all ranks the same, where one of them cannot take part or differs from the others."""
@@ -205,8 +218,8 @@ class CoreAccess:
 
         Where they do not come together, the communicator is to be rebuilt before it is used again.
         """
-        if not self.communicator.usable:
-            return
+        if not self.communicator.usable or self.communicator.epoch != self._worked_in:
+            return  # it is to be rebuilt, or was: a new epoch begins with equal generations
         state, members = self.communicator._state, self.members
 
         def latest(ballots: Mapping[int, Ballot]) -> Decision:

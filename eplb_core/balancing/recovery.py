@@ -149,6 +149,7 @@ def rebuild(core: CoreAccess, mine: Told, stopping: Callable[[], bool]) -> Told:
             _rest(pause_s, stopping)
             pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
             continue
+        core.note_epoch()
         return told
 
 
