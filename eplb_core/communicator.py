@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy.typing as npt
 
 from eplb_core.config import EPLBConfig
 from eplb_core.control.plane import ControlPlane
-from eplb_core.errors import ConfigError, EplbError, PlanError, TransferError
+from eplb_core.errors import EplbError, PlanError, TransferError
 from eplb_core.rearrange.begin import begin, connect, poisoning
 from eplb_core.rearrange.held import HeldPlacement
 from eplb_core.rearrange.lives import Lives
@@ -18,12 +18,16 @@ from eplb_core.rearrange.rearrangement import Rearrangement
 from eplb_core.rearrange.setup import check_arguments, set_up
 from eplb_core.rearrange.state import CommunicatorState
 from eplb_core.report import RearrangeReport
-from eplb_core.weights.host_landing import check_landing
 from eplb_core.weights.layout import build_layout
 
 if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
+
+Landing: TypeAlias = (
+    "Sequence[Sequence[torch.Tensor]] | tuple[Literal['if possible'], Sequence[Sequence[torch.Tensor]]]"
+)
+"""A host's own landing rows; see `Communicator`."""
 
 
 class Communicator:
@@ -49,9 +53,10 @@ class Communicator:
         Options of the backend.
     observers : sequence of object
         Wrapper implementations of the backend's hooks, and of ``observe``, for this communicator alone.
-    landing : sequence of sequence of torch.Tensor or None
-        The host's own landing rows, ``[staging_layers][num_tensors]``, shaped like one layer's weights; only for
-        backends with "rows" landing.
+    landing : sequence of sequence of torch.Tensor, or ("if possible", such a sequence), or None
+        The host's own landing rows, at most ``[staging_layers][num_tensors]``, shaped like one layer's weights; the
+        core adds the slots that are missing. Only for backends with "rows" landing: others refuse them, or, with "if
+        possible", use memory of the core's own and say so in the log.
     tensor_names : sequence or None
         ``[num_tensors]`` or ``[num_moe_layers][num_tensors]``, for messages and metadata keys.
     name : str
@@ -72,7 +77,7 @@ class Communicator:
         stream: Any = None,
         options: Mapping[str, Any] | BaseModel | None = None,
         observers: Sequence[object] = (),
-        landing: Sequence[Sequence[torch.Tensor]] | None = None,
+        landing: Landing | None = None,
         tensor_names: Sequence[str] | Sequence[Sequence[str]] | None = None,
         name: str = "default",
     ) -> None:
@@ -83,11 +88,7 @@ class Communicator:
         with lives.telling_the_others():
             layout = build_layout(weights, tensor_names)
             setup = set_up(config, layout, stream=stream, options=options, observers=observers, name=name)
-            if landing is not None and setup.backend_class.landing_layout != "rows":
-                problem = f"landing= was given, and {setup.info.name} packs its landing memory"
-                raise ConfigError("EPLB-C010", problem=problem)
-            if landing is not None:
-                lives.host_landing = check_landing(landing, layout, staging_layers=config.staging_layers)
+            lives.host_landing = setup.take_landing(landing)
             held = HeldPlacement(layout.num_layers, control.world_size, layout.num_local_physical_experts)
             self._state = CommunicatorState(name, setup.info.name, held, setup.allocator)
             lives.begin(setup, self._state)
@@ -218,7 +219,7 @@ class Communicator:
         control: ControlPlane | None = None,
         ranks: Sequence[int] | None = None,
         device_group: Any = None,
-        landing: Sequence[Sequence[torch.Tensor]] | None = None,
+        landing: Landing | None = None,
     ) -> RearrangeReport:
         """Make the communicator usable again after a failure; collective over the ranks named.
 
@@ -237,7 +238,7 @@ class Communicator:
             ranks that take no part become -1.
         device_group : ProcessGroup or None
             A new one, for backends that use one.
-        landing : sequence of sequence of torch.Tensor or None
+        landing : as in `Communicator`, or None
             New landing rows of the host, needed if those it gave are quarantined.
 
         Returns

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 import eplb_core as eplb
-from eplb_core.errors import EplbError, PlanError
+from eplb_core.errors import ConfigError, EplbError, PlanError
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, run_ranks
 from tests.support.backends import every_backend
@@ -15,11 +16,17 @@ from tests.test_rearrange import communicator
 LAYERS = [[96, 1, 40]] * 4
 
 
-def prepared(rank: Rank, backend: str, **keywords):
-    """Return weights, a communicator over them, and the maps of a rearrangement in which every layer moves."""
+def weights(rank: Rank):
+    """Return weights, and maps such that every layer moves from each to the next."""
     maps = shuffles(3, len(LAYERS), rank.world_size, 6, redundant=3)
     model = Model(rank.rank, maps[0].shape[1] // rank.world_size, LAYERS)
     model.fill(maps[0])
+    return model, maps
+
+
+def prepared(rank: Rank, backend: str, **keywords):
+    """Return weights, a communicator over them, and the maps."""
+    model, maps = weights(rank)
     return model, communicator(rank, model.weights, backend, **keywords), maps
 
 
@@ -147,3 +154,52 @@ def test_a_check_of_one_host_that_failed_is_told_to_all_in_its_words(backend, at
         assert "rows of expert 3 have other scales" in text
         assert held == outcomes[0][2]
     assert np.array(outcomes[0][2]).shape
+
+
+# --- landing memory of the host ---------------------------------------------------------------------------------------
+
+
+def lands(rank: Rank, backend: str, num_slots: int, mode: str):
+    model, (old, new, last) = weights(rank)
+    slots = [[torch.zeros_like(tensor) for tensor in model.weights[0]] for _ in range(num_slots)]
+    landing = (mode, slots) if mode else slots
+    comm = communicator(rank, model.weights, backend, landing=landing)
+    comm.rearrange(old, new)
+    comm.rearrange(new, last)
+    wrong = model.wrong_rows(last)
+    used = [any(tensor.any() for tensor in slot) for slot in slots]
+    comm.close()
+    return wrong, used
+
+
+ROWS = ("nixl", "torch_nccl", "pynccl_cpu", "vmread")
+
+
+@every_backend
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_rows_of_the_host_are_used_where_possible_and_the_core_adds_what_is_missing(backend, num_slots):
+    for wrong, used in run_ranks(2, lands, backend.name, num_slots, "if possible", env=backend.env):
+        assert wrong == []
+        assert used == [backend.name in ROWS] * num_slots
+
+
+def does_not_fit(rank: Rank):
+    model, (old, new, _) = weights(rank)
+    odd = [[torch.zeros(1, 3)]]
+    with pytest.raises(ConfigError, match="EPLB-C010"):
+        communicator(rank, model.weights, "nixl", name="refused", landing=odd)
+    with pytest.raises(ConfigError, match="without rows"):
+        communicator(rank, model.weights, "nixl", name="no rows", landing="if possible")
+    comm = communicator(rank, model.weights, "nixl", name="own", landing=("if possible", odd))
+    comm.rearrange(old, new)
+    comm.close()
+    return model.wrong_rows(new)
+
+
+def test_rows_of_the_host_that_do_not_fit_are_left_where_the_host_said_so():
+    assert run_ranks(2, does_not_fit) == [[], []]
+
+
+@pytest.mark.parametrize(("name", "layout"), [("torch_gloo", "packed_by_peer"), ("nixl", "rows")])
+def test_a_host_can_ask_for_the_landing_layout_before_it_chooses(name, layout):
+    assert eplb.discover().backends[name].landing_layout == layout

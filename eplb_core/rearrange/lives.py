@@ -21,7 +21,6 @@ from eplb_core.rearrange.retirement import Retirement
 from eplb_core.rearrange.setup import Setup, set_up
 from eplb_core.voting.meeting import Meeting
 from eplb_core.voting.operations import Refusal, perform
-from eplb_core.weights.host_landing import check_landing
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +98,7 @@ class Lives:
         control: ControlPlane | None,
         ranks: Sequence[int] | None,
         device_group: Any,
-        landing: Sequence[Sequence[torch.Tensor]] | None,
+        landing: Any,
     ) -> None:
         """End the current epoch and build the next; local. See `Communicator.rebuild`."""
         members = self.epoch.asked if ranks is None else tuple(sorted({int(rank) for rank in ranks}))
@@ -110,7 +109,7 @@ class Lives:
             raise TransferError("EPLB-T009", problem="the new control plane gives this rank another number")
         given = None
         if landing is not None:
-            given = check_landing(landing, self._setup.layout, staging_layers=self._setup.config.staging_layers)
+            given = self._setup.take_landing(landing)
         if control is not None and control is not self.control:
             control.claim(self._name)
             self.control.release(self._name)
@@ -140,6 +139,9 @@ class Lives:
             name=before.name,
         )
         self._setup = setup
+        if self.host_landing is not None and setup.backend_class.landing_layout != "rows":
+            logger.info("%s: the host's landing memory is not used: %s packs its own", before.name, setup.info.name)
+            self.host_landing = None
         self._state.take_backend(setup.info.name, setup.allocator)
 
     def finish(self) -> None:
