@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from eplb_core.config import EPLBConfig
 from eplb_core.control.plane import ControlPlane
-from eplb_core.errors import EplbError, PlanError, TransferError
+from eplb_core.errors import EplbError
 from eplb_core.rearrange.begin import begin, connect, poisoning
 from eplb_core.rearrange.held import HeldPlacement
 from eplb_core.rearrange.lives import Lives
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 Landing: TypeAlias = (
     "Sequence[Sequence[torch.Tensor]] | tuple[Literal['if possible'], Sequence[Sequence[torch.Tensor]]]"
 )
-"""A host's own landing rows; see `Communicator`."""
 
 
 class Communicator:
     """Moves expert weights between the ranks of an expert-parallel group.
 
-    Built on every rank, at any time; it connects at the first rearrangement. One thread uses it at a time; commits may
-    come from another.
+    Built on every rank, at any time; connects at the first rearrangement. One thread at a time; commits from another.
 
     Parameters
     ----------
@@ -65,7 +63,7 @@ class Communicator:
     Raises
     ------
     ConfigError, DiscoveryError, MetadataError
-        The arguments do not fit; the other ranks get the reason when the members meet.
+        Arguments do not fit; the other ranks are told when they meet.
     """
 
     def __init__(
@@ -138,10 +136,8 @@ class Communicator:
 
         Raises
         ------
-        MetadataError
-            The members do not fit together.
-        TransferError
-            A member did not come, or could not be reached.
+        MetadataError, TransferError
+            The members do not fit together; one did not come, or could not be reached.
         """
         limit_s = float(self.config.timeout_s) if timeout_s is None else timeout_s
         with self._state.calling():
@@ -156,10 +152,6 @@ class Communicator:
             Logical expert of every physical slot; -1 is an empty slot. Equal on all ranks. Once a first rearrangement
             was agreed, `old_map` must equal ``report.physical_to_logical_map``.
 
-        Returns
-        -------
-        RearrangeReport
-
         Raises
         ------
         PlanError, MetadataError
@@ -170,13 +162,22 @@ class Communicator:
         self.begin(old_map, new_map).run()
         return self._state.report()
 
-    def begin(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Rearrangement:
+    def begin(
+        self,
+        old_map: npt.ArrayLike,
+        new_map: npt.ArrayLike,
+        *,
+        layer: int | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> Rearrangement:
         """Agree on a rearrangement that the host then runs layer by layer; collective.
 
         Parameters
         ----------
         old_map, new_map
-            See `rearrange`.
+            See `rearrange`; with `layer` one row, [num_physical_experts], with `layers` a row for each, or all rows.
+        layer, layers : int, or sequence of int, or None
+            The only layer that moves, at the cost of one row, or the only ones, ascending.
 
         Returns
         -------
@@ -188,8 +189,9 @@ class Communicator:
         PlanError, MetadataError, TransferError
             See `rearrange`.
         """
+        asked = layers if layer is None else layer if layers is None else [layer, layers]  # both is refused, by all
         with self._state.calling():
-            return begin(self._lives, self._state, old_map, new_map)
+            return begin(self._lives, self._state, old_map, new_map, asked)
 
     def reloaded(self, physical_to_logical_map: npt.ArrayLike) -> None:
         """Declare what all rows hold after the host rewrote the weights. Local; compared at the next begin.
@@ -205,11 +207,21 @@ class Communicator:
             The map has another shape (EPLB-P001), or a rearrangement is open (EPLB-P004).
         """
         with self._state.calling():
-            state = self._state
-            state.check_open()
-            if state.open is not None or state.held.decided:
-                raise PlanError("EPLB-P004", problem="reloaded() before the open rearrangement was ended")
-            state.held.reloaded(physical_to_logical_map)
+            self._state.check_between("reloaded()")
+            self._state.held.reloaded(physical_to_logical_map)
+
+    def trim(self) -> None:
+        """Give landing memory back until the next rearrangement, which connects anew; on every rank alike, and local.
+
+        Raises
+        ------
+        PlanError
+            A rearrangement is open (EPLB-P004).
+        """
+        with self._state.calling():
+            self._state.check_usable()
+            self._state.check_between("trim()")
+            self._lives.trim()
 
     # --- after a failure, and the end --------------------------------------------------------------------------------
 
@@ -239,7 +251,7 @@ class Communicator:
         device_group : ProcessGroup or None
             A new one, for backends that use one.
         landing : as in `Communicator`, or None
-            New landing rows of the host, needed if those it gave are quarantined.
+            New landing rows, needed if those the host gave are quarantined.
 
         Returns
         -------
@@ -252,14 +264,9 @@ class Communicator:
             Too much landing memory is quarantined (EPLB-T009), or a member did not come (EPLB-T002).
         """
         with self._state.calling():
-            self._state.check_open()
-            if self._state.invalid is not None:
-                problem = "the weights of this rank are invalid since a commit failed on it"
-                raise TransferError("EPLB-T009", problem=problem) from self._state.invalid
-            lives = self._lives
-            lives.renew(control=control, ranks=ranks, device_group=device_group, landing=landing)
-            with poisoning(lives, self._state, "rebuild"):
-                lives.enter(timeout_s, everyone=False)
+            self._lives.renew(control=control, ranks=ranks, device_group=device_group, landing=landing)
+            with poisoning(self._lives, self._state, "rebuild"):
+                self._lives.enter(timeout_s, everyone=False)
             return self._state.report()
 
     def close(self, force: bool = False) -> None:
@@ -278,8 +285,7 @@ class Communicator:
         CommitError
             The commit of a decided layer failed; everything was released nevertheless.
         PlanError
-            A call of another thread did not return in time, or this thread is inside one (a signal handler):
-            EPLB-P004. Nothing was released.
+            A call of another thread did not return in time, or this thread is inside one: EPLB-P004; nothing released.
         """
         if not (self._state.closed or self._state.forked):
             self._lives.end(force=force)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -203,3 +206,183 @@ def test_rows_of_the_host_that_do_not_fit_are_left_where_the_host_said_so():
 @pytest.mark.parametrize(("name", "layout"), [("torch_gloo", "packed_by_peer"), ("nixl", "rows")])
 def test_a_host_can_ask_for_the_landing_layout_before_it_chooses(name, layout):
     assert eplb.discover().backends[name].landing_layout == layout
+
+
+# --- some layers alone ------------------------------------------------------------------------------------------------
+
+
+def moves_layer_by_layer(rank: Rank, backend: str):
+    """Each layer is a rearrangement of its own, the last one first; then two at once; then all."""
+    model, comm, (old, new, last) = prepared(rank, backend)
+    held, wrong = old.copy(), []
+    for layer in reversed(range(len(LAYERS))):
+        generation = comm.begin(old[layer], new[layer], layer=layer)
+        assert generation.layers in ((layer,), ())
+        for number in generation.layers:
+            generation.stage(number)
+            generation.commit(number)
+        generation.end()
+        held[layer] = new[layer]
+        wrong += model.wrong_rows(held)
+        known = comm.report.physical_to_logical_map
+        assert (known[layer:] == held[layer:]).all()
+        assert (known[:layer] == -1).all()  # nobody has told
+    for chunk, given in (((1, 3), last), ((0,), last[[0]])):
+        generation = comm.begin(new if len(given) > 1 else new[[0]], given, layers=chunk)
+        generation.run()
+        held[list(chunk)] = last[list(chunk)]
+        wrong += model.wrong_rows(held)
+    comm.rearrange(held, old)
+    wrong += model.wrong_rows(old)
+    comm.close()
+    return wrong
+
+
+@every_backend
+def test_one_layer_or_some_can_be_rearranged_alone(backend):
+    for wrong in run_ranks(3, moves_layer_by_layer, backend.name, env=backend.env):
+        assert wrong == []
+
+
+def asks_for_odd_layers(rank: Rank):
+    model, comm, (old, new, _) = prepared(rank, "torch_gloo")
+    said = []
+    for maps, layers in (
+        ((old[0], new[0]), {"layer": 9}),
+        ((old[0], new[0]), {"layer": "2"}),
+        ((old, new), {"layers": []}),
+        ((old[:2], new[:2]), {"layers": [1, 0]}),
+        ((old[:2], new[:2]), {"layers": [0, 1], "layer": 1}),
+        ((old[:2], new[:2]), {"layers": [0, 1, 2]}),
+        ((old[1], new[1]), {"layer": rank.rank}),
+    ):
+        with pytest.raises(EplbError) as caught:
+            comm.begin(*maps, **layers)
+        said.append((caught.value.code, str(caught.value)))
+    comm.rearrange(old, new)
+    comm.close()
+    return said, model.wrong_rows(new)
+
+
+def test_layers_that_cannot_be_rearranged_are_refused_on_every_rank_alike():
+    first, second = run_ranks(2, asks_for_odd_layers)
+    assert first[1] == second[1] == []
+    for (code, _), (other, _) in zip(first[0][:-1], second[0][:-1], strict=True):
+        assert code == other == "EPLB-P001"
+    for code, text in (first[0][-1], second[0][-1]):
+        assert code == "EPLB-P003"
+        assert "layers" in text
+
+
+# --- what landed ------------------------------------------------------------------------------------------------------
+
+
+def copies_itself(rank: Rank, backend: str):
+    """A host that puts the rows in place by itself: all from the old ones, and from what landed."""
+    model, comm, (old, new, last) = prepared(rank, backend)
+    generation = comm.begin(old, new)
+    num_rows = old.shape[1] // rank.world_size
+    own = slice(rank.rank * num_rows, (rank.rank + 1) * num_rows)
+    for layer in generation.layers:
+        generation.stage(layer)
+        landed = {(tensor, row): view.clone() for tensor, row, view in generation.landed(layer)}
+        before = [tensor.clone() for tensor in model.weights[layer]]
+        was, becomes = old[layer, own].tolist(), new[layer, own].tolist()
+        first = {expert: becomes.index(expert) for expert in becomes}
+        for tensor, live in enumerate(model.weights[layer]):
+            for row, expert in enumerate(becomes):
+                if expert in was:
+                    live[row] = before[tensor][was.index(expert)]
+                elif expert >= 0:
+                    live[row].view(torch.uint8).copy_(
+                        landed[tensor, first[expert]].view(live[row].view(torch.uint8).shape)
+                    )
+        generation.commit(layer, by_host=True)
+        with pytest.raises(PlanError, match="not staged"):
+            generation.landed(layer)
+    generation.end()
+    wrong = model.wrong_rows(comm.report.physical_to_logical_map) + model.wrong_rows(new)
+    comm.rearrange(new, last)
+    wrong += model.wrong_rows(last)
+    comm.close()
+    return wrong
+
+
+@every_backend
+def test_a_host_may_put_what_landed_in_place_itself(backend):
+    for wrong in run_ranks(2, copies_itself, backend.name, env=backend.env):
+        assert wrong == []
+
+
+# --- commit beside stage ----------------------------------------------------------------------------------------------
+
+
+def commits_beside(rank: Rank, backend: str, rounds: int):
+    model, comm, maps = prepared(rank, backend)
+    wrong = []
+    for number in range(rounds):
+        old, new = maps[number % 3], maps[(number + 1) % 3]
+        generation = comm.begin(old, new)
+        decided: queue.Queue = queue.Queue()
+        done, failed = threading.Semaphore(2), []
+
+        def engine(generation=generation, decided=decided, done=done, failed=failed):
+            while (layer := decided.get()) is not None:
+                try:
+                    generation.commit(layer)
+                except BaseException as error:
+                    failed.append(error)
+                done.release()
+
+        thread = threading.Thread(target=engine)
+        thread.start()
+        for layer in generation.layers:
+            done.acquire()  # one of two landing slots
+            generation.stage(layer)
+            decided.put(layer)
+        decided.put(None)
+        thread.join()
+        generation.end()
+        assert not failed, failed
+        wrong += model.wrong_rows(new)
+    comm.close()
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch_gloo", "nixl"])
+def test_a_layer_is_committed_by_another_thread_while_the_next_is_staged(backend):
+    for wrong in run_ranks(2, commits_beside, backend, 60, timeout_s=120):
+        assert wrong == []
+
+
+# --- landing memory between rearrangements ----------------------------------------------------------------------------
+
+
+def trims(rank: Rank, backend: str):
+    model, comm, (old, new, last) = prepared(rank, backend)
+    in_use = [comm.report.staging.nbytes_in_use]
+    comm.rearrange(old, new)
+    generation = comm.begin(new, last)
+    with pytest.raises(PlanError, match=r"trim\(\) before"):
+        comm.trim()
+    generation.run()
+    for old_map, new_map in ((last, new), (new, last)):
+        comm.trim()
+        comm.trim()
+        in_use.append(comm.report.staging.nbytes_in_use)
+        assert comm.usable
+        comm.rearrange(old_map, new_map)
+        assert not model.wrong_rows(new_map)
+        in_use.append(comm.report.staging.nbytes_in_use)
+    comm.trim()
+    comm.close()
+    return in_use
+
+
+@every_backend
+def test_landing_memory_is_given_back_between_rearrangements(backend):
+    for built, *later in run_ranks(2, trims, backend.name, env=backend.env):
+        assert built > 0
+        assert later[0] == later[2] == 0
+        assert later[1] == later[3] >= built

@@ -82,6 +82,8 @@ class Lives:
 
     def enter(self, timeout_s: float, *, everyone: bool) -> bool:
         """Meet the members of the current epoch; collective. False when they had met before."""
+        if self.epoch.retired:  # trimmed
+            self._build_next(self.epoch.asked, "connect")
         epoch, state = self.epoch, self._state
         if epoch.members is not None:
             return False
@@ -101,6 +103,10 @@ class Lives:
         landing: Any,
     ) -> None:
         """End the current epoch and build the next; local. See `Communicator.rebuild`."""
+        self._state.check_open()
+        if self._state.invalid is not None:
+            problem = "the weights of this rank are invalid since a commit failed on it"
+            raise TransferError("EPLB-T009", problem=problem) from self._state.invalid
         members = self.epoch.asked if ranks is None else tuple(sorted({int(rank) for rank in ranks}))
         if self.rank not in members or not set(members) <= set(range(self.control.world_size)):
             problem = f"ranks={list(members)} must be ranks of the group, {self.rank} among them"
@@ -119,11 +125,21 @@ class Lives:
         self.host_landing = self.host_landing if given is None else given
         self._device_group = self._device_group if device_group is None else device_group
         self._drop_client(another_store=control is not None)
+        self._build_next(members, "rebuild")
+
+    def trim(self) -> None:
+        """End the current epoch; the next is built when it is entered. See `Communicator.trim`."""
+        if not self.epoch.retired:
+            self._retirement.retire(self.epoch, host_landing=self.host_landing is not None, new_landing=False)
+            self._drop_client(another_store=False)
+            self._state.nbytes_spare = 0
+
+    def _build_next(self, members: Sequence[int], where: str) -> None:
         with self.telling_the_others(members):
             try:
                 self.epoch = self._build(members)
             except Exception as error:
-                self._state.poison(_typed(error, self.rank, "rebuild"), "rebuild")
+                self._state.poison(_typed(error, self.rank, where), where)
                 raise
 
     def take_backend(self, name: str) -> None:

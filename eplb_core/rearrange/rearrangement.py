@@ -13,6 +13,8 @@ from eplb_core.voting.vote import Vote
 from eplb_core.wire.ballots import Ballot, Decision
 
 if TYPE_CHECKING:
+    import torch
+
     from eplb_core.plan import PlacementPlan
     from eplb_core.rearrange.epoch import Epoch
     from eplb_core.rearrange.state import CommunicatorState
@@ -72,10 +74,44 @@ class Rearrangement:
             self._check_stage(layer)
             self._stage(layer, voting=voting)
 
-    def commit(self, layer: int) -> None:
+    def landed(self, layer: int) -> list[tuple[int, int, torch.Tensor]]:
+        """Return what landed of a decided layer, for hosts that put rows in place themselves; local.
+
+        Parameters
+        ----------
+        layer : int
+            A layer that is decided, and neither committed nor discarded.
+
+        Returns
+        -------
+        list of (int, int, torch.Tensor)
+            Tensor, row of this rank, and the row's bytes, uint8 [nbytes], on the device where landing memory is; valid
+            until the layer is committed or discarded. Rows that this rank holds already are not among them, and an
+            expert that takes several rows is there once, for the lowest.
+
+        Raises
+        ------
+        PlanError
+            The layer is not decided, or committed already (EPLB-P004).
+        """
+        with self._state.committing():
+            self._state.check_open()
+            decided = self._moving.decided.get(layer)
+            if decided is None:
+                raise PlanError("EPLB-P004", problem=f"landed({layer}) of a layer that is not staged")
+            return self._moving.landed(decided)
+
+    def commit(self, layer: int, by_host: bool = False) -> None:
         """Copy a decided layer's rows into the live rows of this rank; local, on the caller's current stream.
 
         May be called from another thread than the one that stages the next layer, and after a later layer failed.
+
+        Parameters
+        ----------
+        layer : int
+            A decided layer.
+        by_host : bool
+            The host has put all rows of the layer in place itself (see `landed`): nothing is copied.
 
         Raises
         ------
@@ -86,7 +122,7 @@ class Rearrangement:
         """
         with self._state.committing():
             self._state.check_open()
-            self._steps.commit(layer)
+            self._steps.commit(layer, by_host=by_host)
 
     def discard(self, layer: int) -> None:
         """Drop a decided layer instead of committing it; the same on every rank. Its rows stay as they are.

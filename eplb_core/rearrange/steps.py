@@ -124,8 +124,8 @@ class LayerSteps:
                 return Decision(False, self._members.rank, refusal.error, refusal.fatal)
         return all_agree(self._members.rank)(ballots)
 
-    def commit(self, number: int) -> None:
-        """Copy a decided layer's rows into the live rows of this rank."""
+    def commit(self, number: int, *, by_host: bool = False) -> None:
+        """Copy a decided layer's rows into the live rows of this rank, unless the host has done so."""
         # It leaves the list first, so that it is copied once whatever happens, a signal handler or a failed copy.
         layer = self._moving.decided.pop(number, None)
         if layer is None:
@@ -134,7 +134,8 @@ class LayerSteps:
         state = self._state
         with state.counts.phase("commit"):
             try:
-                layer.copies.run()
+                if not by_host:
+                    layer.copies.run()
                 state.slot_events[layer.slot] = self._epoch.setup.streams.mark()
             except BaseException as error:  # Ctrl-C in the middle of a copy leaves the layer torn as well
                 reason = describe(error)
