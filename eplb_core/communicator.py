@@ -38,8 +38,8 @@ class Communicator:
     ----------
     config : EPLBConfig
         Backend, limits, staging.
-    weights : sequence of sequence of torch.Tensor
-        ``[num_moe_layers][num_tensors]``, first axis the local physical expert; see
+    weights : sequence of sequence of torch.Tensor, or of sequence of torch.Tensor
+        ``[num_moe_layers][num_tensors]``, first axis the local physical expert, or a list with a tensor per expert; see
         `eplb_core.weights.layout.build_layout`. Their memory is held until `close`.
     control : ControlPlane
         The store, and the number of this rank.
@@ -69,7 +69,7 @@ class Communicator:
     def __init__(
         self,
         config: EPLBConfig,
-        weights: Sequence[Sequence[torch.Tensor]],
+        weights: Sequence[Sequence[torch.Tensor | Sequence[torch.Tensor]]],
         control: ControlPlane,
         device_group: Any = None,
         stream: Any = None,

@@ -386,3 +386,79 @@ def test_landing_memory_is_given_back_between_rearrangements(backend):
         assert built > 0
         assert later[0] == later[2] == 0
         assert later[1] == later[3] >= built
+
+
+# --- experts that lie apart -------------------------------------------------------------------------------------------
+
+
+def apart(model: Model) -> list:
+    """Copy weights into a tensor per expert, of the odd keys; the even ones stay as they are."""
+    return [
+        [[row.clone() for row in tensor] if number % 2 else tensor for number, tensor in enumerate(layer)]
+        for layer in model.weights
+    ]
+
+
+def put_back(model: Model, lists: list) -> None:
+    for tensors, given in zip(model.weights, lists, strict=True):
+        for tensor, rows in zip(tensors, given, strict=True):
+            if isinstance(rows, list):
+                tensor.copy_(torch.stack(rows))
+
+
+def moves_lists(rank: Rank, backend: str):
+    model, maps = weights(rank)
+    lists = apart(model)
+    comm = communicator(rank, lists, backend)
+    wrong = []
+    for old, new in ((maps[0], maps[1]), (maps[1], maps[2]), (maps[2], maps[0])):
+        comm.rearrange(old, new)
+        put_back(model, lists)
+        wrong += model.wrong_rows(new)
+    lists[1][1][0] = lists[1][1][0].clone()
+    with pytest.raises(EplbError, match="EPLB-M007") as caught:
+        comm.rearrange(maps[0], maps[1])
+    comm.close()
+    return wrong, str(caught.value)
+
+
+@every_backend
+def test_experts_in_tensors_of_their_own_are_moved(backend):
+    for wrong, replaced in run_ranks(2, moves_lists, backend.name, env=backend.env):
+        assert wrong == []
+        assert "of expert 0" in replaced
+
+
+def refuses_lists(rank: Rank):
+    model, _ = weights(rank)
+    lists = apart(model)
+    said = []
+    for changed, backend in (
+        (lists, "vmread"),
+        ([[[torch.zeros(3), torch.zeros(3, dtype=torch.int32)]]], "torch_gloo"),
+        ([[[torch.zeros(3), torch.zeros(4)]]], "torch_gloo"),
+        ([[[torch.zeros(3), None]]], "torch_gloo"),
+        ([[[]]], "torch_gloo"),
+        ([[[(shared := torch.zeros(3)), shared]]], "torch_gloo"),
+    ):
+        with pytest.raises(EplbError) as caught:
+            communicator(rank, changed, backend, name=f"refused {len(said)}")
+        said.append(f"{caught.value.code} {caught.value}")
+    return said
+
+
+def test_lists_that_cannot_be_moved_are_refused_by_name():
+    for said in run_ranks(1, refuses_lists):
+        for text, parts in zip(
+            said,
+            (
+                ("EPLB-C010", "which vmread does not take"),
+                ("EPLB-M001", "expert 1", "int32"),
+                ("EPLB-M001", "expert 1", "(4,)"),
+                ("EPLB-M001", "expert 1", "NoneType"),
+                ("EPLB-M001", "list"),
+                ("EPLB-M001", "shares memory"),
+            ),
+            strict=True,
+        ):
+            assert all(part in text for part in parts), text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eplb_core.backend.events import Event
 from eplb_core.backend.info import API_VERSION, BackendInfo, PolicyInfo, StagingInfo
-from eplb_core.backend.memory import Buffers, StagingAllocator, StagingBlock
+from eplb_core.backend.memory import Buffers, RowList, StagingAllocator, StagingBlock
 from eplb_core.backend.protocol import Backend, BackendContext, Cancelled
 from eplb_core.backend.transfer import (
     ConnectReceipt,
@@ -29,6 +29,7 @@ __all__ = [
     "MoveColumns",
     "PeerMetadata",
     "PolicyInfo",
+    "RowList",
     "StagingAllocator",
     "StagingBlock",
     "StagingInfo",

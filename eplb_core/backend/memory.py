@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # discovery reads descriptors; it must not pay for torch, numpy or pydantic
     import torch
@@ -87,15 +88,54 @@ class StagingAllocator(Protocol):
         ...
 
 
+class RowList:
+    """Live rows of one tensor that lie apart: the host keeps every expert in a tensor of its own.
+
+    Indexed, measured and iterated as a uint8 tensor ``[num_local_physical_experts, nbytes_per_expert]`` is; only a base
+    address it has not. Backends that take such rows declare ``row_lists = True``.
+
+    Parameters
+    ----------
+    rows : sequence of torch.Tensor
+        ``[num_local_physical_experts]``, each uint8 ``[nbytes_per_expert]``.
+
+    Attributes
+    ----------
+    addresses : list of int
+        ``[num_local_physical_experts]``, where each row begins.
+    """
+
+    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
+        self._rows = list(rows)
+        self.device = self._rows[0].device
+        self.shape = (len(self._rows), self._rows[0].numel())
+        self.addresses = [row.data_ptr() for row in self._rows]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return self._rows[row]
+
+    def numel(self) -> int:
+        """Return the bytes of all rows."""
+        return self.shape[0] * self.shape[1]
+
+    def unbind(self, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        """Return the rows; `dim` is 0."""
+        del dim
+        return tuple(self._rows)
+
+
 @dataclass(frozen=True, eq=False)
 class Buffers:
     """Argument of ``register_buffers``: live rows to read from and landing memory to write into.
 
     Parameters
     ----------
-    rows : list of list of torch.Tensor
+    rows : list of list of torch.Tensor or RowList
         ``[num_layers][num_tensors]``, each uint8 ``[num_local_physical_experts, nbytes_per_expert]``, a view of live
-        memory. Never write into it.
+        memory. Never write into it. A `RowList` comes only to backends that declare ``row_lists``.
     landing : list of torch.Tensor
         ``[staging_layers]``, each uint8 ``[nbytes]`` on `landing_device`; the ``landing_offset`` of a receive counts
         from its start. With a host's own ``landing=`` see `landing_rows`.
@@ -106,7 +146,7 @@ class Buffers:
         Most bytes that the distinct rows of a layer take: the size of a send staging slot, if one is needed.
     """
 
-    rows: list[list[torch.Tensor]]
+    rows: list[list[Any]]
     landing: list[torch.Tensor]
     landing_rows: list[list[torch.Tensor]] | None
     send_nbytes: int

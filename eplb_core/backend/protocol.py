@@ -108,12 +108,14 @@ class Backend(Protocol):
     * ``landing_device``: ``"weights"`` or ``"host"``.
     * ``coalesce_nbytes``: rows below this travel packed, one message per peer ("packed_by_peer" only); 0 packs nothing.
     * ``needs_progress``: False when transfers move without ``progress()`` being called.
+    * ``row_lists``: True when live rows may be a `RowList`; left out, such weights are refused by name.
     """
 
     landing_layout: ClassVar[Literal["rows", "packed_by_peer"]]
     landing_device: ClassVar[Literal["weights", "host"]]
     coalesce_nbytes: ClassVar[int]
     needs_progress: ClassVar[bool]
+    row_lists: ClassVar[bool]
 
     def __init__(self, options: Any, context: BackendContext) -> None: ...
 

@@ -169,7 +169,8 @@ class Observer:
 
     def live(self, layer: int, tensor: int, row: int) -> torch.Tensor:
         """Return a live row, uint8 ``[nbytes]``, shared: not to be written."""
-        return self._registered().rows[layer][tensor][row]
+        live: torch.Tensor = self._registered().rows[layer][tensor][row]
+        return live
 
     def _registered(self) -> Buffers:
         if self.buffers is None:

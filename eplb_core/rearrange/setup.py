@@ -136,6 +136,9 @@ def set_up(
     if getattr(cls, "landing_device", None) not in ("weights", "host"):
         reason = f"{info.target} must declare landing_device as 'weights' or 'host'"
         raise DiscoveryError("EPLB-D003", backend=info.name, reason=reason)
+    if layout.has_row_lists and not getattr(cls, "row_lists", False):
+        problem = f"weights= holds lists with a tensor per expert, which {info.name} does not take"
+        raise ConfigError("EPLB-C010", problem=problem)
     if hasattr(cls, "probe"):
         try:
             cls.probe(checked)

@@ -98,6 +98,11 @@ class ByteChecks(Gated):
         ranks.run(scenarios_bytes.lands_in_the_hosts_memory, subject)
 
     @kit_test
+    def test_experts_that_lie_apart_are_moved(self, ranks: RankPool, subject: Subject) -> None:
+        """A host that keeps every expert in a tensor of its own gets wrong bytes, although `row_lists` is declared."""
+        ranks.run(scenarios_bytes.moves_experts_that_lie_apart, subject)
+
+    @kit_test
     def test_rows_travel_as_they_are_now(self, ranks: RankPool, subject: Subject) -> None:
         """Bytes of an earlier generation are sent again: a copy is kept although the host has written new weights."""
         ranks.run(scenarios_bytes.follows_the_hosts_changes, subject)

@@ -118,6 +118,27 @@ def lands_in_the_hosts_memory(stage: Stage, subject: Subject) -> None:
     expect(not wrong, f"wrong bytes in (layer, tensor, row) {wrong[:8]}")
 
 
+def moves_experts_that_lie_apart(stage: Stage, subject: Subject) -> None:
+    """Move experts that are tensors of their own, or, where the backend does not take them, be refused by name."""
+    maps = shuffles(3, 2, stage.world_size, 4, seed=5)
+    model = Model(stage.rank, 4, [[64, 32]] * 2, subject.device_type)
+    model.fill(maps[0])
+    apart: list[list[Any]] = [[first, [row.clone() for row in second]] for first, second in model.weights]
+    try:
+        comm = communicator(stage, subject, apart)
+    except ConfigError as error:
+        expect(error.code == "EPLB-C010", f"refused with {error.code} instead of EPLB-C010")
+        return
+    with comm, expecting("with experts in tensors of their own, what works without raised"):
+        comm.rearrange(maps[0], maps[1])
+        comm.rearrange(maps[1], maps[2])
+    for (_, second), (_, rows) in zip(model.weights, apart, strict=True):
+        for row, given in zip(second, rows, strict=True):
+            row.copy_(given)
+    wrong = model.wrong_rows(maps[2])
+    expect(not wrong, f"wrong bytes in (layer, tensor, row) {wrong[:8]}")
+
+
 def follows_the_hosts_changes(stage: Stage, subject: Subject) -> None:
     """Write new weights between two rearrangements; the new bytes must be moved."""
     maps = shuffles(2, 2, stage.world_size, 4, seed=3)

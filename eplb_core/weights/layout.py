@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from eplb_core.arrays import IntArray, aligned
+from eplb_core.backend import RowList
 from eplb_core.errors import MetadataError
-from eplb_core.weights.tensor import Key, Refuse, TensorRecord, other_memory, overlapping, spans_of, view_rows
+from eplb_core.weights.tensor import Key, Refuse, TensorRecord, other_memory, overlapping, spans_of, view_experts
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,10 @@ class Layout:
 
     Parameters
     ----------
-    weights : list of list of torch.Tensor
+    weights : list of list of torch.Tensor, or of list of torch.Tensor
         ``[num_layers][num_tensors]``, the host's own, to see whether they still have the memory that was registered.
-    rows : list of list of torch.Tensor
-        That memory, uint8 ``[num_local_physical_experts, nbytes_per_expert]``, contiguous.
+    rows : list of list of torch.Tensor or RowList
+        That memory, uint8 ``[num_local_physical_experts, nbytes_per_expert]``, each row contiguous.
     geometries : tuple of LayerGeometry
         ``[num_layers]``; equal ones are one object.
     keys : tuple of (int, str)
@@ -95,8 +96,8 @@ class Layout:
         What `record` returns.
     """
 
-    weights: list[list[torch.Tensor]]
-    rows: list[list[torch.Tensor]]
+    weights: list[list[Any]]
+    rows: list[list[Any]]
     geometries: tuple[LayerGeometry, ...]
     keys: tuple[Key, ...]
     device: torch.device
@@ -111,6 +112,11 @@ class Layout:
         if views is None:
             views = self._row_views[layer] = [list(tensor.unbind(0)) for tensor in self.rows[layer]]
         return views
+
+    @property
+    def has_row_lists(self) -> bool:
+        """Is there a tensor whose experts lie apart?"""
+        return any(isinstance(rows, RowList) for layer in self.rows for rows in layer)
 
     def record(self) -> LayoutRecord:
         """Return what must be equal on every rank."""
@@ -133,7 +139,7 @@ class Layout:
 
 
 def build_layout(
-    weights: Sequence[Sequence[torch.Tensor]],
+    weights: Sequence[Sequence[torch.Tensor | Sequence[torch.Tensor]]],
     tensor_names: Sequence[str] | Sequence[Sequence[str]] | None = None,
 ) -> Layout:
     """Check the host's expert tensors and view them as rows of bytes.
@@ -143,7 +149,8 @@ def build_layout(
     weights : sequence of sequence of torch.Tensor
         ``[num_layers][num_tensors]``, first axis the local physical expert, any dtype, dense in memory with the expert
         axis slowest; the axes of one expert may be permuted. The number of tensors may differ between layers.
-        One memory under two keys of a layer is moved once.
+        One memory under two keys of a layer is moved once. A list stands for a tensor whose experts lie apart: one
+        tensor per local physical expert, all of one dtype, shape and strides.
     tensor_names : sequence of str, sequence of sequence of str, or None
         ``[num_tensors]`` for all layers or ``[num_layers][num_tensors]``; ``"0"``, ``"1"`` ... when None.
 
@@ -163,14 +170,14 @@ def build_layout(
     ]
     names = _names(layers, tensor_names)
     held: list[list[torch.Tensor]] = []
-    rows: list[list[torch.Tensor]] = []
+    rows: list[list[Any]] = []
     records: list[list[TensorRecord]] = []
     for layer, tensors in enumerate(layers):
         held.append([])
         rows.append([])
         records.append([])
         for tensor, name in zip(tensors, names[layer], strict=True):
-            record, view = view_rows(tensor, _key(layer, name), _unregistrable)
+            record, view = view_experts(tensor, _key(layer, name), _unregistrable)
             first = rows[0][0] if rows[0] else view
             if view.device != first.device:
                 other = f"it is on {view.device}, {_key(0, names[0][0])} on {first.device}"
@@ -251,7 +258,8 @@ def _mark_aliases(
         for span in spans_of(view, layer, index)
     ]
     for span, other in overlapping(spans):
-        if span[:3] != other[:3]:
+        listed = any(isinstance(rows[one.layer][one.number], RowList) for one in (span, other))
+        if listed or span[:3] != other[:3]:
             problem = f"it shares memory with {_key(other.layer, names[other.layer][other.number])}"
             only = "; only the very same memory under two keys of one layer can be moved"
             raise _unregistrable(_key(span.layer, names[span.layer][span.number]), problem + only)

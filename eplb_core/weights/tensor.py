@@ -10,6 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from eplb_core.backend import RowList
 from eplb_core.errors import EplbError
 
 Key = tuple[int, str]
@@ -87,10 +88,49 @@ def view_rows(tensor: Any, key: str, refuse: Refuse) -> tuple[TensorRecord, torc
     return TensorRecord(str(tensor.dtype).removeprefix("torch."), tuple(shape), stride, nbytes), view
 
 
-def other_memory(tensor: torch.Tensor, view: torch.Tensor) -> str | None:
-    """Return how a tensor's memory differs from the view that `view_rows` made of it, or None."""
+def view_experts(given: Any, key: str, refuse: Refuse) -> tuple[TensorRecord, Any]:
+    """Check what holds the experts of one key, a tensor as in `view_rows` or a list with a tensor each.
+
+    Returns
+    -------
+    TensorRecord
+        The same for all experts.
+    torch.Tensor or RowList
+        uint8 ``[num_experts, nbytes]``.
+    """
+    if not isinstance(given, (list, tuple)) or not given:
+        return view_rows(given, key, refuse)
+    records: list[TensorRecord] = []
+    rows: list[torch.Tensor] = []
+    for expert, tensor in enumerate(given):
+        problem = _unaddressable(tensor, of_one_expert=True)
+        if problem:
+            raise refuse(f"{key} expert {expert}", problem)
+        record, view = view_rows(tensor.detach().unsqueeze(0), f"{key} expert {expert}", refuse)
+        records.append(record)
+        if record != records[0]:
+            raise refuse(f"{key} expert {expert}", f"it is {_told(record)}, expert 0 is {_told(records[0])}")
+        if view.device != (rows or [view])[0].device:
+            raise refuse(f"{key} expert {expert}", f"it is on {view.device}, expert 0 on {rows[0].device}")
+        rows.append(view[0])
+    return records[0], RowList(rows)
+
+
+def _told(record: TensorRecord) -> str:
+    return f"{record.dtype} of shape {record.shape}, strides {record.stride}"
+
+
+def other_memory(tensor: Any, view: Any) -> str | None:
+    """Return how a tensor's memory differs from the view that `view_experts` made of it, or None."""
     if not view.numel():
         return None
+    if isinstance(view, RowList):
+        if len(tensor) != len(view):
+            return f"it holds {len(tensor)} tensors, and {len(view)} were registered"
+        if view.addresses == [one.data_ptr() for one in tensor if isinstance(one, torch.Tensor)]:
+            return _shrunk(view)  # the usual case, and there are thousands
+        changes = ((expert, other_memory(one, view[expert])) for expert, one in enumerate(tensor))
+        return next((f"of expert {expert}, {change}" for expert, change in changes if change is not None), None)
     try:
         address, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     except RuntimeError as error:  # swapped for a tensor of another kind
@@ -103,8 +143,19 @@ def other_memory(tensor: torch.Tensor, view: torch.Tensor) -> str | None:
     return None
 
 
-def spans_of(view: torch.Tensor, layer: int, number: int) -> list[Span]:
-    """Return the memory of a view of `view_rows`: one span, or none when its rows have no bytes."""
+def _shrunk(rows: RowList) -> str | None:
+    """Return which row's storage does not hold it any more, or None."""
+    for expert, row in enumerate(rows.unbind()):
+        held, end = row.untyped_storage().nbytes(), row.storage_offset() + rows.shape[1]
+        if held < end:
+            return f"of expert {expert}, its storage has {held} bytes where {end} are needed"
+    return None
+
+
+def spans_of(view: Any, layer: int, number: int) -> list[Span]:
+    """Return the memory of what `view_experts` returned: one span, or one a row; none when rows have no bytes."""
+    if isinstance(view, RowList):
+        return [span for row in view.unbind() for span in spans_of(row, layer, number)]
     start, nbytes = view.data_ptr(), view.numel()
     return [Span(start, start + nbytes, layer, number)] if nbytes else []
 
@@ -129,7 +180,7 @@ def overlapping(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
     return sorted(pairs, key=lambda pair: (pair[0][2:], pair[1][2:]))
 
 
-def _unaddressable(tensor: Any) -> str | None:
+def _unaddressable(tensor: Any, *, of_one_expert: bool = False) -> str | None:
     """Return why a value has no bytes of its own to move, or None."""
     if not isinstance(tensor, torch.Tensor):
         return f"it is a {type(tensor).__name__}, not a torch.Tensor"
@@ -139,7 +190,7 @@ def _unaddressable(tensor: Any) -> str | None:
     if is_traceable_wrapper_subclass(wrapper):
         return f"a {type(tensor).__name__} wraps other tensors; register those (of a DTensor its to_local())"
     problem = _not_plain(tensor)
-    if problem is None and (tensor.dim() == 0 or tensor.shape[0] == 0):
+    if problem is None and not of_one_expert and (tensor.dim() == 0 or tensor.shape[0] == 0):
         return f"its shape {tuple(tensor.shape)} has no experts along the first axis"
     return problem
 

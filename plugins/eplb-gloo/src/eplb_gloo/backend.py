@@ -52,6 +52,7 @@ class GlooBackend:
     landing_layout: ClassVar[Literal["rows", "packed_by_peer"]] = "packed_by_peer"
     landing_device: ClassVar[Literal["weights", "host"]] = "host"
     needs_progress: ClassVar[bool] = False
+    row_lists: ClassVar[bool] = True
     coalesce_nbytes: int = COALESCE_NBYTES
 
     def __init__(self, options: GlooOptions, context: BackendContext) -> None:

@@ -47,6 +47,7 @@ class TorchNcclBackend:
     landing_device: ClassVar[Literal["weights", "host"]] = "weights"
     coalesce_nbytes: ClassVar[int] = 0
     needs_progress: ClassVar[bool] = False
+    row_lists: ClassVar[bool] = True
 
     def __init__(self, options: TorchNcclOptions, context: BackendContext) -> None:
         self._context = context

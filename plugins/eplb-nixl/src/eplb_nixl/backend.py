@@ -58,6 +58,7 @@ class NixlBackend:
     landing_device: ClassVar[Literal["weights", "host"]] = "weights"
     coalesce_nbytes: ClassVar[int] = 0
     needs_progress: ClassVar[bool] = True
+    row_lists: ClassVar[bool] = True
 
     def __init__(self, options: NixlOptions | None, context: BackendContext) -> None:
         self._options = options or NixlOptions()

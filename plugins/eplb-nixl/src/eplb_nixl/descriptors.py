@@ -76,6 +76,24 @@ class RowIndex:
         chosen = bases[:, self.flat]
         return blocks_of(chosen.reshape(-1), np.tile(nbytes, len(chosen)), self.num_experts, device_index)
 
+    def rows_apart(self, addresses: AddressArray, device_index: int) -> AddressArray:
+        """Describe every row of a rank whose rows lie apart.
+
+        Parameters
+        ----------
+        addresses : AddressArray
+            ``[1, num_rows]``, in the order of `starts`.
+        device_index : int
+            Where they lie.
+
+        Returns
+        -------
+        AddressArray
+            See `blocks_of`; a block per row.
+        """
+        nbytes = np.repeat(np.concatenate(self.nbytes)[self.flat], self.num_experts)
+        return blocks_of(addresses.reshape(-1), nbytes, 1, device_index)
+
     def rows(self, layer: int, slot: int, tensor: IntArray, row: IntArray) -> IndexArray:
         """Return the numbers of rows of one layer as they stand in `blocks`."""
         return (slot * self.num_rows + self.starts[layer][tensor] + row).astype(np.int32)

@@ -9,16 +9,19 @@ from typing import Literal
 import numpy as np
 import torch
 
-from eplb_core.backend import BackendContext, Buffers
+from eplb_core.backend import BackendContext, Buffers, RowList
 from eplb_core.errors import MetadataError
 from eplb_nixl.agent import Agent
 from eplb_nixl.landing import Landing
-from eplb_nixl.metadata import SourceRecord
+from eplb_nixl.memory import live_tensors
+from eplb_nixl.metadata import AddressArray, SourceRecord
 from eplb_nixl.outbox import Outbox
 from eplb_nixl.registration import cannot_be_exported, memory_type_of, pieces_of, register
 from eplb_nixl.warmup import WarmUp
 
 logger = logging.getLogger(__name__)
+
+_MOST_PIECES = 1000
 
 Mode = Literal["zero_copy", "staged"]
 
@@ -77,20 +80,20 @@ def expose(
     Raises
     ------
     MetadataError
-        EPLB-M001, naming a tensor that cannot be registered.
+        EPLB-M001, naming a tensor that cannot be registered, or of weights too scattered for zero-copy.
     NixlError
         NIXL fails otherwise.
     """
-    live = [
-        (f"layer {layer} tensor {number}", rows)
-        for layer, tensors in enumerate(buffers.rows)
-        for number, rows in enumerate(tensors)
-    ]
-    mode, reason = (wanted, "asked for") if wanted != "auto" else _choose(agent, live)
+    live = list(live_tensors(buffers))
+    by_row = any(isinstance(rows, RowList) for layer in buffers.rows for rows in layer)
+    scattered = _too_scattered(live) if by_row else ""
+    if scattered and wanted == "zero_copy":
+        raise MetadataError("EPLB-M001", key=live[0][0], problem=f"with mode zero_copy, {scattered}")
+    mode, reason = (wanted, "asked for") if wanted != "auto" else _choose(agent, live, scattered)
     outbox = Outbox(context, buffers.rows) if mode == "staged" else None
     if outbox is None:
         exported = live
-        bases = np.array([[rows.data_ptr() for _, rows in live]], np.uint64)
+        bases = _addresses(buffers)
     else:
         exported = [(f"send buffer {slot}", buffer) for slot, buffer in enumerate(outbox.buffers)]
         bases = outbox.bases()
@@ -120,14 +123,33 @@ def expose(
         bases=bases,
         warm_address=warm_up.shown.data_ptr(),
         agent_metadata=agent.metadata(readable),
+        by_row=by_row and outbox is None,
     )
     using = f", send buffers from {type(context.staging).__name__}" if outbox is not None else ""
     logger.info("nixl rank %d: mode %s (%s)%s", context.rank, mode, reason, using)
     return Exposure(mode, reason, outbox, warm_up, record)
 
 
-def _choose(agent: Agent, live: list[tuple[str, torch.Tensor]]) -> tuple[Mode, str]:
+def _addresses(buffers: Buffers) -> AddressArray:
+    """Return where each tensor's rows start, ``[1, num_tensors]``; where rows lie apart, each of them, by tensor."""
+    tensors = [rows for layer in buffers.rows for rows in layer]
+    if not any(isinstance(rows, RowList) for rows in tensors):
+        return np.array([[rows.data_ptr() for rows in tensors]], np.uint64)
+    return np.array([[row.data_ptr() for rows in tensors if rows.shape[1] for row in rows.unbind(0)]], np.uint64)
+
+
+def _too_scattered(live: list[tuple[str, torch.Tensor]]) -> str:
+    """Say so where NIXL's description of the memory, some 45 bytes a piece, would not fit metadata any more."""
+    num_pieces = len(pieces_of(live))
+    if num_pieces <= _MOST_PIECES:
+        return ""
+    return f"experts in tensors of their own make {num_pieces} pieces of memory, more than {_MOST_PIECES}"
+
+
+def _choose(agent: Agent, live: list[tuple[str, torch.Tensor]], scattered: str) -> tuple[Mode, str]:
     """Choose zero-copy where the live weights can be registered and read where they lie."""
+    if scattered:
+        return "staged", scattered
     pieces = pieces_of(live)
     hindrance = cannot_be_exported(pieces)
     if hindrance:

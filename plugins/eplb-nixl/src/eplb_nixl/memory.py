@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import torch
 
-from eplb_core.backend import Buffers
+from eplb_core.backend import Buffers, RowList
 
 _LOOK_EVERY_S = 10e-3
 _FEW = 24
@@ -51,6 +51,25 @@ class _Storages:
         return [(storage.data_ptr(), storage.nbytes()) for storage in self._storages]
 
 
+def live_tensors(buffers: Buffers, layer: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the live rows of a layer, or of all, each with a name: by tensor, or by row where rows lie apart.
+
+    Parameters
+    ----------
+    buffers : Buffers
+        What is registered.
+    layer : int or None
+        The layer; None is all.
+    """
+    for number in range(len(buffers.rows)) if layer is None else (layer,):
+        for tensor, rows in enumerate(buffers.rows[number]):
+            key = f"layer {number} tensor {tensor}"
+            if isinstance(rows, RowList):
+                yield from ((f"{key} expert {expert}", row) for expert, row in enumerate(rows.unbind()))
+            else:
+                yield key, rows
+
+
 class RegisteredMemory:
     """The storages behind live rows and landing rows.
 
@@ -66,10 +85,7 @@ class RegisteredMemory:
     """
 
     def __init__(self, buffers: Buffers) -> None:
-        layers = [
-            [(f"layer {layer} tensor {number}", rows) for number, rows in enumerate(tensors)]
-            for layer, tensors in enumerate(buffers.rows)
-        ]
+        layers = [list(live_tensors(buffers, layer)) for layer in range(len(buffers.rows))]
         own = buffers.landing_rows or []
         landing = [
             *((f"landing slot {slot}", memory) for slot, memory in enumerate(buffers.landing)),

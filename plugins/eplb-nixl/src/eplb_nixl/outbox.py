@@ -20,7 +20,7 @@ class Outbox:
     ----------
     context : BackendContext
         Its allocator, device and stream.
-    rows : list of list of torch.Tensor
+    rows : list of list of torch.Tensor or RowList
         Live rows, uint8 ``[num_experts, nbytes]`` per (layer, tensor).
 
     Raises
@@ -29,7 +29,7 @@ class Outbox:
         What the allocator raises.
     """
 
-    def __init__(self, context: BackendContext, rows: list[list[torch.Tensor]]) -> None:
+    def __init__(self, context: BackendContext, rows: list[list[Any]]) -> None:
         self._context = context
         self._rows = rows
         self._offsets = [_offsets(layer) for layer in rows]
@@ -109,7 +109,7 @@ def is_complete(event: Any) -> bool:
     return event is None or bool(event.query())
 
 
-def _offsets(layer: list[torch.Tensor]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _offsets(layer: list[Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return 64-byte-aligned starts of a layer's grids, and the end of the last."""
     sizes = np.array([-(-live.numel() // _ALIGNMENT) * _ALIGNMENT for live in layer], np.int64)
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))

@@ -88,8 +88,8 @@ class Sources:
                 detail="Install the same NIXL on every node.",
             )
         num_slots = 1 if record.mode == "zero_copy" else self._context.staging_layers
-        expected_shape = (num_slots, self._index.num_tensors)
-        if record.bases.shape != expected_shape:
+        expected_shape = (num_slots, self._index.num_rows if record.by_row else self._index.num_tensors)
+        if record.bases.shape != expected_shape or (record.by_row and record.mode != "zero_copy"):
             problem = f"its NIXL metadata has {record.bases.shape[0]} slots of {record.bases.shape[1]} tensors"
             raise _refused(peer.rank, f"{problem}, expected {num_slots} of {self._index.num_tensors} ({record.mode})")
         return record
@@ -108,7 +108,8 @@ class Sources:
         if name != record.agent_name:
             self._agent.remove_peer(name)
             raise _refused(peer, f"NIXL found agent {name!r} in its metadata, expected {record.agent_name!r}")
-        blocks = self._index.blocks(record.bases, record.device_index)
+        described = self._index.rows_apart if record.by_row else self._index.blocks
+        blocks = described(record.bases, record.device_index)
         self._sources[peer] = _Source(
             record, self._agent.prepare(name, blocks, record.memory_type), Announced(self._context.epoch)
         )

@@ -45,6 +45,7 @@ class PyNcclBackend:
     landing_device: ClassVar[Literal["weights", "host"]] = "weights"
     coalesce_nbytes: ClassVar[int] = 0
     needs_progress: ClassVar[bool] = True
+    row_lists: ClassVar[bool] = True
 
     def __init__(self, options: PyNcclOptions, context: BackendContext) -> None:
         self._context = context

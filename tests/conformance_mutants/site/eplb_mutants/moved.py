@@ -12,7 +12,7 @@ from eplb_good.backend import GoodBackend as Good
 from eplb_good.transfer import READY
 
 from eplb_core import hookimpl
-from eplb_core.backend import PeerMetadata, TransferReceipt
+from eplb_core.backend import PeerMetadata, RowList, TransferReceipt
 from eplb_mutants.altered import reading_elsewhere, receiving
 
 
@@ -50,6 +50,17 @@ class ConvertsDtype(Good):
             return torch.nan_to_num(rows.view(torch.float32)).view(torch.uint8)
 
         return reading_elsewhere(self, plan, [[converted(rows) for rows in layer] for layer in self.buffers.rows])
+
+
+class CountsFromABase(Good):
+    row_lists = True
+
+    @hookimpl
+    def transfer(self, plan):
+        def from_the_first(rows):
+            return torch.stack([rows[0]] * len(rows)) if isinstance(rows, RowList) else rows
+
+        return reading_elsewhere(self, plan, [[from_the_first(rows) for rows in layer] for layer in self.buffers.rows])
 
 
 class SkipsScalars(Good):

@@ -68,6 +68,9 @@ MUTANTS = {
     "counts_its_own_moves": Mutant("moved", "a_rank_without_moves_keeps_step", "counts only the transfers it moves in"),
     "empty_receipts": Mutant("moved", "receipts_count_the_bytes", "says that nothing was moved"),
     "ignores_own_landing": Mutant("moved", "the_hosts_landing_rows_are_used", "never looks at landing_rows"),
+    "counts_from_a_base": Mutant(
+        "moved", "experts_that_lie_apart_are_moved", "takes every expert of a list for the first one"
+    ),
     "keeps_old_rows": Mutant("moved", "rows_travel_as_they_are_now", "sends the rows of the first generation again"),
     "shares_files": Mutant("moved", "communicators_of_one_process_are_apart", "keeps its peers' files per process"),
     "remembers_addresses": Mutant("moved", "a_new_communicator_starts_from_nothing", "keeps addresses over its end"),
