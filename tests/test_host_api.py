@@ -462,3 +462,29 @@ def test_lists_that_cannot_be_moved_are_refused_by_name():
             strict=True,
         ):
             assert all(part in text for part in parts), text
+
+
+def says_how_long(rank: Rank, mode: str, experts: int):
+    lists = [[[torch.zeros(64, dtype=torch.uint8) for _ in range(experts)] for _ in range(6)] for _ in range(61)]
+    config = eplb.EPLBConfig(communicator="nixl")
+    with eplb.Communicator(config, lists, rank.control(), options={"mode": mode}) as comm:
+        return len(comm._lives.epoch.local.payload)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "experts"), [("zero_copy", 2), ("auto", 32)])
+def test_metadata_of_256_experts_in_61_layers_stays_small(mode, experts):
+    """6 tensors a layer: 732 rows that peers read where they lie; 11,712, the share of one of 8 ranks."""
+    (nbytes,) = run_ranks(1, says_how_long, mode, experts)
+    assert nbytes < 64 << 10
+
+
+def asks_too_much(rank: Rank):
+    with pytest.raises(EplbError, match="zero_copy") as caught:
+        says_how_long(rank, "zero_copy", 32)
+    return caught.value.code
+
+
+@pytest.mark.slow
+def test_what_is_too_scattered_to_be_read_where_it_lies_is_refused_by_name():
+    assert run_ranks(1, asks_too_much) == ["EPLB-M001"]
