@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -115,7 +114,7 @@ def run_rebalance_experts(
     communicator = model_state.communicator
     if isinstance(communicator, CoreCommunicator):
         # This stream has waited for vLLM's event; begin() marks it, and no row is read before.
-        with _on_stream(stream):
+        with device_stream(stream):
             communicator.mover.begin(physical_to_logical_map_cpu.numpy(), new.numpy())
     return new
 
@@ -132,7 +131,8 @@ def transfer_layer(
     stream: torch.Stream | None = None,
     rank_mapping: dict[int, int] | None = None,
     layer_idx: int = 0,
-    **batching: Any,
+    enable_migration_batching: bool = False,
+    migration_batches: Any = None,
 ) -> Any:
     """Bring one layer's rows into landing memory; a failure is part of what is returned."""
     if not isinstance(communicator, CoreCommunicator):
@@ -147,10 +147,11 @@ def transfer_layer(
             stream,
             rank_mapping,
             layer_idx,
-            **batching,
+            enable_migration_batching,
+            migration_batches,
         )
     old, new = _mapped(old_layer_indices[None], new_layer_indices[None], rank_mapping, ep_group.size())
-    with _on_stream(stream):
+    with device_stream(stream):
         return communicator.mover.stage(layer_idx, old[0].cpu().numpy(), new[0].cpu().numpy(), expert_weights)
 
 
@@ -208,8 +209,3 @@ def update_communicator(original: Original, self: Any, model_config: Any, commun
     if isinstance(before, CoreCommunicator) and before is not communicator:
         before.close_later()
 
-
-@contextlib.contextmanager
-def _on_stream(stream: torch.Stream | None) -> Iterator[None]:
-    with device_stream(stream):
-        yield
