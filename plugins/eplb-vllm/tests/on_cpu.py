@@ -7,6 +7,7 @@ group exists in it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import multiprocessing
 import os
@@ -15,7 +16,6 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 VLLM = "vllm"
@@ -76,27 +76,24 @@ def stand_in_for_an_accelerator(world_size: int = 4) -> None:
 
 
 def let_its_nixl_use_host_memory() -> None:
-    """Have vLLM's own factory build its own NIXL communicator over host memory."""
-    from vllm.distributed.eplb import eplb_communicator as module
+    """Have vLLM's factory build its own NIXL communicator over host memory; call it before the plugin patches."""
+    from vllm.distributed.eplb import eplb_communicator, eplb_state
 
-    if getattr(module.NixlEplbCommunicator, "_on_host", False):
-        return
-    plain = module.NixlEplbCommunicator._init_step
+    class Host(eplb_communicator.NixlEplbCommunicator):
+        def _init_step(self, *args: Any, **kwargs: Any) -> None:
+            self._nixl_memory_type = "DRAM"
+            super()._init_step(*args, **kwargs)
 
-    def _init_step(self: Any, *args: Any, **kwargs: Any) -> None:
-        self._nixl_memory_type = "DRAM"
-        plain(self, *args, **kwargs)
+    factory = eplb_communicator.create_eplb_communicator
 
-    module.NixlEplbCommunicator._init_step = _init_step
-    module.NixlEplbCommunicator._on_host = True
-    own = getattr(module.create_eplb_communicator, "_eplb_vllm_original", module.create_eplb_communicator)
-    names = own.__globals__
-    names["current_platform"] = SimpleNamespace(is_cuda_alike=lambda: True)
+    @functools.wraps(factory)
+    def create_eplb_communicator(group_coordinator, backend, expert_weights, expert_buffer):
+        if backend == "nixl":
+            group = group_coordinator.cpu_group
+            return Host(cpu_group=group, all_expert_weights=expert_weights, expert_buffer=expert_buffer)
+        return factory(group_coordinator, backend, expert_weights, expert_buffer)
 
-    class AnyDevice(str):
-        """Compares unequal to "cpu", which is all that the factory asks of a NIXL device."""
-
-        __slots__ = ()
+    eplb_communicator.create_eplb_communicator = eplb_state.create_eplb_communicator = create_eplb_communicator
 
 
 def free_port() -> int:

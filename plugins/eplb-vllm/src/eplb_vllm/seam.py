@@ -36,7 +36,7 @@ def create_eplb_communicator(
     current = get_current_vllm_config_or_none()
     layers: list[Any] = []
     if current is not None:
-        _last[0] = read_settings(current.additional_config, current.parallel_config.eplb_config)
+        _last[0] = read_settings(current.additional_config, current.parallel_config.eplb_config, backend)
         layers = list(current.compilation_config.static_forward_context.values())
     settings = _last[0]
     if settings is None:

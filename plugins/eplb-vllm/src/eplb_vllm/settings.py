@@ -42,7 +42,7 @@ class Settings:
     slots_chosen: bool = False
 
 
-def read_settings(additional_config: object, eplb_config: Any) -> Settings | None:
+def read_settings(additional_config: object, eplb_config: Any, backend: str) -> Settings | None:
     """Read the settings from vLLM's configuration; None where the key is absent, and vLLM's own code is to run.
 
     Parameters
@@ -51,6 +51,8 @@ def read_settings(additional_config: object, eplb_config: Any) -> Settings | Non
         ``VllmConfig.additional_config``.
     eplb_config : dataclass
         ``ParallelConfig.eplb_config``.
+    backend : str
+        The communicator that vLLM would build; names are the same.
 
     Returns
     -------
@@ -74,7 +76,7 @@ def read_settings(additional_config: object, eplb_config: Any) -> Settings | Non
     for key in sorted((set(cores) - set(_CORES)) & set(EPLBConfig.model_fields)):
         raise _refused(f"holds {key!r}, which has no effect with vLLM")
     # What is unknown is refused by EPLBConfig, with the name that was probably meant.
-    config = EPLBConfig(**{**vllms, "on_failure": "keep", **cores})
+    config = EPLBConfig(**{**vllms, "communicator": backend, "on_failure": "keep", **cores})
     landing, host, options = given.get("landing", "vllm"), given.get("host"), given.get("options")
     if landing not in ("vllm", "own"):
         raise _refused(f"landing should be 'vllm' or 'own', got {landing!r}")
