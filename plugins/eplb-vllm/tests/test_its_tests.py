@@ -39,20 +39,22 @@ PASS = {
 
 
 @pytest.fixture(scope="module")
-def sdist():
+def texts():
     try:
-        return its_tests.fetch()
+        sdist = its_tests.fetch()
     except its_tests.CannotFetchError as error:
         pytest.skip(f"vLLM's sdist, which holds its tests, cannot be fetched: {error}")
+    on_cpu.stand_in_for_an_accelerator()
+    return its_tests.texts_of(sdist)
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_its_own_tests_pass_unchanged_but_for_device_and_port(where, sdist, tmp_path):
+def test_its_own_tests_pass_unchanged_but_for_device_and_port(where, texts, tmp_path):
     core, named = WHERE[where]
     others = {"torch_gloo", "nixl"} - {named}
-    folder = its_tests.unpack(sdist, tmp_path / "vllm", on_cpu.free_port(), core)
+    its_tests.write(texts, tmp_path, on_cpu.free_port(), core)
     words = f"not {' and not '.join(sorted(others))}" + (f" and not {RAW}" if core else "")
-    outcomes, said = its_tests.run(folder, words, limit_s=170)
+    outcomes, said = its_tests.run(tmp_path, words, limit_s=170)
     assert not [name for name, outcome in outcomes if outcome == "failed"], said
     passed = {name: count for (name, outcome), count in outcomes.items() if outcome == "passed" and name in PASS}
     assert passed == PASS, said

@@ -198,7 +198,7 @@ class Mover:
             cycle.staged = None
         problem = self._moved(layer, tensors)
         if problem is not None:
-            gen.abort(problem)
+            _abort(gen, layer, problem)
         gen.stage(layer)
         cycle.staged = layer
 
@@ -228,7 +228,7 @@ class Mover:
         if cycle is None or cycle.gen is None:
             return
         if cycle.failure is None:
-            cycle.gen.cancel()
+            _cancel(cycle)
         elif cycle.staged is not None:  # over, but for a layer that every rank has dropped
             cycle.gen.discard(cycle.staged)
 
@@ -258,7 +258,7 @@ class Mover:
                 (problem for layer in gen.layers if (problem := self._moved(layer, weights[layer])) is not None), None
             )
             if problem is not None:
-                gen.abort(problem)
+                _abort(gen, gen.layers[0], problem)
             gen.run()
         except Exception as error:
             holds = self.comm.report.physical_to_logical_map if begun else old
@@ -321,3 +321,18 @@ class RearrangeFailedError(Exception):
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
 
+
+
+def _cancel(cycle):  # interim
+    gen = cycle.gen
+    if cycle.staged is not None:
+        gen.discard(cycle.staged)
+    for layer in gen.layers[gen._next_stage:]:
+        gen.stage(layer)
+        gen.discard(layer)
+    gen.end()
+
+
+def _abort(gen, layer, problem):  # interim
+    from eplb_core.errors import error_for
+    gen.give_up(layer, error_for("EPLB-T007", rank=gen._epoch.rank, where=f"layer {layer}", reason=problem))
