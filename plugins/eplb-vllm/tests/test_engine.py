@@ -56,3 +56,83 @@ def test_every_row_is_what_the_committed_map_says_after_every_step(communicator,
     assert all(rank["maps"] == ranks[0]["maps"] for rank in ranks)
     assert ranks[0]["changed"] > 10
     assert all(rank["lives"] for rank in ranks)
+
+
+def test_without_the_key_vllm_runs_its_own_code_and_comes_to_the_same_maps():
+    plain = on_cpu.run(2, serve, 2, on_cpu.free_port(), None, False, 60)
+    ours = on_cpu.run(2, serve, 2, on_cpu.free_port(), {"communicator": "torch_gloo"}, False, 60)
+    assert {rank["communicator"] for rank in plain} == {"TorchDistGlooStagedEplbCommunicator"}
+    assert [rank["wrong"] for rank in plain + ours] == [0] * 4
+    assert plain[0]["maps"] == ours[0]["maps"]
+
+
+def with_models(rank, world, port, core, use_async, stages):
+    config = engines.configuration(core, use_async=use_async)
+    with engines.groups(rank, world, port, config, stages):
+        layers = 3 if rank < world // stages else 2
+        engine = engines.Engine(config, rank % (world // stages), world // stages, models=2, layers=layers)
+        engine.start()
+        for _ in range(100):
+            engine.step()
+            time.sleep(0.002)
+        return {
+            "wrong": engine.wrong,
+            "changed": engine.changed(),
+            "names": [engine.communicator(i).mover.comm.name for i in range(2)],
+            "lives": engine.worker_lives(),
+        }
+
+
+@pytest.mark.parametrize("use_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("communicator", ["torch_gloo", "nixl"])
+def test_two_models_share_a_control_plane_and_pipeline_stages_with_other_layers_do_not_meet(communicator, use_async):
+    core = {"communicator": communicator}
+    ranks = on_cpu.run(4, with_models, 4, on_cpu.free_port(), core, use_async, 2)
+    assert [rank["wrong"] for rank in ranks] == [0] * 4
+    assert all(rank["names"] == ["vllm-0", "vllm-1"] for rank in ranks)
+    assert all(rank["changed"] > 10 and rank["lives"] for rank in ranks)
+
+
+def drain(rank, world, port, core):
+    """Drain when some layers of a cycle are committed, reload all weights, and go on."""
+    config = engines.configuration(core, use_async=True)
+    with engines.groups(rank, world, port, config):
+        engine = engines.Engine(config, rank, world, layers=4)
+        engine.start()
+        model, state = engine.models[0], engine.model_state()
+        drained = 0
+        for _ in range(3):
+            for _ in range(60):  # to where a layer was committed and others of its cycle are not, on every rank alike
+                engine.step()
+                if state.rebalanced and engine.maps[-1] != engine.maps[-2]:
+                    break
+            before = [[weight.clone() for weight in layer.tensors] for layer in model.moe_layers]
+            placed = engine.mapping().clone()
+            drained += state.rebalanced
+            engine.state.drain_async()
+            assert (engine.mapping() == placed).all()
+            for layer, kept in zip(model.moe_layers, before, strict=True):
+                assert all((a == b).all() for a, b in zip(layer.tensors, kept, strict=True))
+            model.salt += 1  # the host reloads its weights
+            model.fill(engine.mapping())
+            engine.check()
+        changed = engine.changed()
+        for _ in range(60):
+            engine.step()
+            time.sleep(0.002)
+        return {
+            "wrong": engine.wrong,
+            "drained": drained,
+            "went on": engine.changed() > changed,
+            "maps": engine.maps,
+            "lives": engine.worker_lives(),
+            "usable": engine.communicator().mover.comm.usable,
+        }
+
+
+@pytest.mark.parametrize("communicator", ["torch_gloo", "nixl", "vmread"])
+def test_a_drain_in_mid_cycle_writes_nothing_over_what_is_reloaded_then(communicator):
+    ranks = on_cpu.run(2, drain, 2, on_cpu.free_port(), {"communicator": communicator})
+    assert [rank["wrong"] for rank in ranks] == [0, 0]
+    assert ranks[0]["maps"] == ranks[1]["maps"]
+    assert all(rank["drained"] == 3 and rank["went on"] and rank["lives"] and rank["usable"] for rank in ranks)
