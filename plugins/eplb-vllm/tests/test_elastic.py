@@ -203,5 +203,5 @@ def test_a_rank_that_dies_while_its_experts_leave_it_is_named_on_every_other_one
     assert [rank["wrong"] for rank in ranks] == [0, 0]
     assert ranks[0]["held"] == ranks[1]["held"]
     for rank in ranks:
-        assert "rank 2" in rank["error"]
+        assert "Rank 2 is gone" in rank["error"]
         assert rank["seconds"] < 3 * LIMIT_S

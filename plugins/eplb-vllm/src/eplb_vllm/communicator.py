@@ -104,6 +104,7 @@ class CoreCommunicator(EplbCommunicator):
         self.mover = Mover(
             comm,
             expert_weights,
+            control.rank,
             lambda: None if landing is None else [[torch.empty_like(t) for t in slot] for slot in landing],
         )
         self._exporter = _exporter()

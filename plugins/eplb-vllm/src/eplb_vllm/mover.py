@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core.errors import CommitError, TransferError
+from eplb_core.errors import CommitError, TransferError, error_for
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,11 @@ class _Cycle:
     gen: Rearrangement | None = None
     failure: Exception | None = None
     staged: int | None = None
+    """The layer that is staged, and neither committed nor dropped."""
+    stages: int = 0
+    """How many layers were staged."""
     left: int = 0
+    """How many that move are neither committed nor dropped."""
 
     def covers(self, layer: int, old_row: IntArray, new_row: IntArray) -> bool:
         """Is a layer, with these rows, part of this rearrangement?"""
@@ -102,6 +106,8 @@ class Mover:
         Over the model's expert weights.
     weights : sequence of sequence of torch.Tensor
         ``[num_moe_layers][num_tensors]``, as they were registered.
+    rank : int
+        This rank.
     fresh_landing : callable
         Makes new landing rows for a rebuild that cannot have the old ones, or None where the core has its own.
     """
@@ -110,9 +116,11 @@ class Mover:
         self,
         comm: Communicator,
         weights: Sequence[Tensors],
+        rank: int,
         fresh_landing: Callable[[], Sequence[Tensors] | None] = lambda: None,
     ) -> None:
         self.comm = comm
+        self._rank = rank
         self._fresh_landing = fresh_landing
         self._memory = [[_memory(tensor) for tensor in layer] for layer in weights]
         self._cycle: _Cycle | None = None
@@ -175,7 +183,7 @@ class Mover:
         try:
             self.cancel()
             self._make_usable()
-            self._begun(cycle, self.comm.begin(old_row, new_row, layer=layer))
+            self._begun(cycle, self._begin_layer(layer, old_row, new_row))
         except Exception as error:
             cycle.failure = error
         self._cycle = cycle
@@ -198,8 +206,9 @@ class Mover:
             cycle.staged = None
         problem = self._moved(layer, tensors)
         if problem is not None:
-            _abort(gen, layer, problem)
+            self._refuse(gen, layer, problem)
         gen.stage(layer)
+        cycle.stages += 1
         cycle.staged = layer
 
     # --- on vLLM's main thread ---------------------------------------------------------------------------------------
@@ -228,7 +237,7 @@ class Mover:
         if cycle is None or cycle.gen is None:
             return
         if cycle.failure is None:
-            _cancel(cycle)
+            self._drop_the_rest(cycle)
         elif cycle.staged is not None:  # over, but for a layer that every rank has dropped
             cycle.gen.discard(cycle.staged)
 
@@ -258,7 +267,7 @@ class Mover:
                 (problem for layer in gen.layers if (problem := self._moved(layer, weights[layer])) is not None), None
             )
             if problem is not None:
-                _abort(gen, gen.layers[0], problem)
+                self._refuse(gen, gen.layers[0], problem)
             gen.run()
         except Exception as error:
             holds = self.comm.report.physical_to_logical_map if begun else old
@@ -274,6 +283,35 @@ class Mover:
         self.comm.close(force=force)
 
     # --- what both need ----------------------------------------------------------------------------------------------
+
+    def _begin_layer(self, layer: int, old_row: IntArray, new_row: IntArray) -> Rearrangement:
+        """Agree on one layer alone. vLLM says what its rows hold; the others do not move."""
+        held = self.comm.report.physical_to_logical_map
+        shape = (len(self._memory), len(old_row))
+        old = held.copy() if held.shape == shape else np.full(shape, -1, dtype=np.int64)
+        if held.shape != shape or not np.array_equal(old[layer], old_row):
+            old[layer] = old_row
+            self.comm.reloaded(old)
+        new = old.copy()
+        new[layer] = new_row
+        return self.comm.begin(old, new)
+
+    def _drop_the_rest(self, cycle: _Cycle) -> None:
+        """End a rearrangement without committing what is left, on every rank."""
+        gen = cycle.gen
+        if gen is None:
+            return
+        if cycle.staged is not None:
+            gen.discard(cycle.staged)
+        for layer in gen.layers[cycle.stages :]:
+            gen.stage(layer)
+            gen.discard(layer)
+        gen.end()
+
+    def _refuse(self, gen: Rearrangement, layer: int, problem: str) -> NoReturn:
+        """Abort the next layer on every rank; the error says why."""
+        where = f"layer {layer}, phase transfer"
+        gen.give_up(layer, error_for("EPLB-T007", rank=self._rank, where=where, reason=problem))
 
     def _make_usable(self) -> None:
         if self.comm.poisoned is None:
@@ -322,17 +360,3 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
 
 
-
-def _cancel(cycle):  # interim
-    gen = cycle.gen
-    if cycle.staged is not None:
-        gen.discard(cycle.staged)
-    for layer in gen.layers[gen._next_stage:]:
-        gen.stage(layer)
-        gen.discard(layer)
-    gen.end()
-
-
-def _abort(gen, layer, problem):  # interim
-    from eplb_core.errors import error_for
-    gen.give_up(layer, error_for("EPLB-T007", rank=gen._epoch.rank, where=f"layer {layer}", reason=problem))
