@@ -37,7 +37,6 @@ class Case:
 
 def measure(rank: int, case: Case, port: int, rounds: int) -> dict[str, list[float]]:
     """Take turns on one rank; return the ratio of every pair of turns."""
-    import engine as engines
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -46,10 +45,14 @@ def measure(rank: int, case: Case, port: int, rounds: int) -> dict[str, list[flo
     from vllm.distributed.eplb.eplb_communicator import create_eplb_communicator
     from vllm.distributed.parallel_state import get_eplb_group
 
+    import engine as engines
+
     rng = np.random.default_rng(0)
     slots = case.world * EXPERTS
     old, new = (torch.from_numpy(np.stack([rng.permutation(slots) for _ in range(case.layers)])) for _ in range(2))
-    weights = [[torch.zeros(EXPERTS, case.nbytes, dtype=torch.uint8) for _ in range(TENSORS)] for _ in range(case.layers)]
+    weights = [
+        [torch.zeros(EXPERTS, case.nbytes, dtype=torch.uint8) for _ in range(TENSORS)] for _ in range(case.layers)
+    ]
     buffer = [torch.zeros_like(weight) for weight in weights[0]]
 
     def value(layer: int, tensor: int, expert: int) -> int:

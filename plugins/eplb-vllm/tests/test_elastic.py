@@ -20,10 +20,11 @@ import on_cpu  # noqa: E402
 if not on_cpu.is_there():
     pytest.skip(on_cpu.SKIP, allow_module_level=True)
 
-import engine as engines  # noqa: E402
 import faults  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+
+import engine as engines  # noqa: E402
 
 LOCAL, LAYERS, LIMIT_S = 8, 3, 3.0
 

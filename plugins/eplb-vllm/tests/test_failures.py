@@ -20,9 +20,9 @@ import on_cpu  # noqa: E402
 if not on_cpu.is_there():
     pytest.skip(on_cpu.SKIP, allow_module_level=True)
 
-import engine as engines  # noqa: E402
 import faults  # noqa: E402
 
+import engine as engines  # noqa: E402
 from eplb_core.testing import FaultInjector  # noqa: E402
 
 LIMIT_S = 1.5

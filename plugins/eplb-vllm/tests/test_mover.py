@@ -9,7 +9,8 @@ import torch
 import eplb_core as eplb
 from eplb_core.testing import FaultInjector
 from eplb_core.testing.ranks import Rank, run_ranks
-from eplb_vllm.mover import Mover, RearrangeFailedError
+from eplb_vllm.cycle import RearrangeFailedError
+from eplb_vllm.mover import Mover
 
 LAYERS, LOCAL = 3, 4
 

@@ -7,14 +7,14 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import eplb_core as eplb
 import torch
-from eplb_core.errors import ConfigError
-from eplb_core.observers import Stats
 from vllm.distributed.eplb.eplb_communicator import EplbCommunicator
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_ip
 
+import eplb_core as eplb
+from eplb_core.errors import ConfigError
+from eplb_core.observers import Stats
 from eplb_vllm.mover import Mover
 from eplb_vllm.names import tensor_names
 from eplb_vllm.settings import Settings
@@ -23,7 +23,8 @@ logger = init_logger("vllm.plugins.eplb_vllm")
 
 Tensors = Sequence[torch.Tensor]
 
-_UNKNOWN_ADDRESS = "0.0.0.0"  # noqa: S104 - what vLLM says when it knows none
+_UNKNOWN_ADDRESS = "0.0.0.0"
+"""What vLLM says when it knows none."""
 
 
 class _Planes:

@@ -21,14 +21,18 @@ PATCHED = {
         (COMMUNICATOR, STATE),
     ),
     "rearrange_expert_weights_inplace": (
-        "(old_global_expert_indices, new_global_expert_indices, expert_weights, expert_buffer, ep_group, communicator,"
-        " is_profile=False, rank_mapping=None)",
+        (
+            "(old_global_expert_indices, new_global_expert_indices, expert_weights, expert_buffer, ep_group,"
+            " communicator, is_profile=False, rank_mapping=None)"
+        ),
         (EXECUTE, STATE),
     ),
     "transfer_layer": (
-        "(old_layer_indices, new_layer_indices, expert_weights, expert_weights_buffer, ep_group, communicator,"
-        " is_profile=False, stream=None, rank_mapping=None, layer_idx=0, enable_migration_batching=False,"
-        " migration_batches=None)",
+        (
+            "(old_layer_indices, new_layer_indices, expert_weights, expert_weights_buffer, ep_group, communicator,"
+            " is_profile=False, stream=None, rank_mapping=None, layer_idx=0, enable_migration_batching=False,"
+            " migration_batches=None)"
+        ),
         (EXECUTE, WORKER),
     ),
     "move_from_buffer": (

@@ -11,9 +11,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
+
 from eplb_core.observers import Stats
 from eplb_core.observers.prometheus import StatsCollector
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge
 
 _GAUGE_MODES = {"eplb_slowest_step_seconds": "max", "eplb_layers_in_flight": "livesum"}
 
@@ -60,7 +61,7 @@ class Exporter:
         child.inc(value - self._told.get(key, 0.0))
         self._told[key] = value
 
-    def _made(self, family: Any, labels: list[str]) -> Counter | Gauge:
+    def _made(self, family: Any, labels: list[str]) -> Any:
         if family.type == "counter":
             return Counter(family.name, family.documentation, labels, registry=self._registry)
         mode: Any = _GAUGE_MODES[family.name]

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_core.errors import CommitError, TransferError, error_for
+from eplb_vllm.cycle import Cycle, IntArray, RearrangeFailedError
 
 if TYPE_CHECKING:
     import torch
@@ -20,49 +21,7 @@ if TYPE_CHECKING:
     from eplb_core import Communicator
     from eplb_core.rearrange.rearrangement import Rearrangement
 
-IntArray = npt.NDArray[np.int64]
 Tensors = Sequence["torch.Tensor"]
-
-
-@dataclass(eq=False)
-class _Cycle:
-    """A rearrangement as vLLM runs it: every layer is asked for in turn, also those that do not move.
-
-    Parameters
-    ----------
-    old, new : IntArray
-        ``[num_layers, num_physical_experts]``, the maps; of a single layer ``[1, num_physical_experts]``.
-    first : int
-        Layer of the first row.
-    gen : Rearrangement or None
-        None where it could not be begun, is over, or moves nothing.
-    failure : Exception or None
-        Why it is over. It surfaces at the next layer whose rows differ, which is the same on every rank.
-    """
-
-    old: IntArray
-    new: IntArray
-    first: int = 0
-    gen: Rearrangement | None = None
-    failure: Exception | None = None
-    staged: int | None = None
-    """The layer that is staged, and neither committed nor dropped."""
-    stages: int = 0
-    """How many layers were staged."""
-    left: int = 0
-    """How many that move are neither committed nor dropped."""
-
-    def covers(self, layer: int, old_row: IntArray, new_row: IntArray) -> bool:
-        """Is a layer, with these rows, part of this rearrangement?"""
-        row = layer - self.first
-        if not 0 <= row < len(self.old):
-            return False
-        return np.array_equal(self.old[row], old_row) and np.array_equal(self.new[row], new_row)
-
-    def moves(self, layer: int) -> bool:
-        """Does a layer have another placement afterwards?"""
-        row = layer - self.first
-        return not np.array_equal(self.old[row], self.new[row])
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +82,7 @@ class Mover:
         self._rank = rank
         self._fresh_landing = fresh_landing
         self._memory = [[_memory(tensor) for tensor in layer] for layer in weights]
-        self._cycle: _Cycle | None = None
+        self._cycle: Cycle | None = None
 
     # --- on vLLM's worker thread -------------------------------------------------------------------------------------
 
@@ -135,7 +94,7 @@ class Mover:
         old, new : array-like of int, [num_moe_layers, num_physical_experts]
             Logical expert of every physical slot.
         """
-        cycle = _Cycle(np.array(old, dtype=np.int64), np.array(new, dtype=np.int64))
+        cycle = Cycle(np.array(old, dtype=np.int64), np.array(new, dtype=np.int64))
         try:
             self.cancel()
             self._make_usable()
@@ -178,8 +137,8 @@ class Mover:
                     return CoreTransfer(self, layer)
         return CoreTransfer(self, layer, cycle.failure)
 
-    def _begin_one(self, layer: int, old_row: IntArray, new_row: IntArray) -> _Cycle:
-        cycle = _Cycle(old_row[None], new_row[None], layer)
+    def _begin_one(self, layer: int, old_row: IntArray, new_row: IntArray) -> Cycle:
+        cycle = Cycle(old_row[None], new_row[None], layer)
         try:
             self.cancel()
             self._make_usable()
@@ -189,14 +148,14 @@ class Mover:
         self._cycle = cycle
         return cycle
 
-    def _begun(self, cycle: _Cycle, gen: Rearrangement) -> None:
+    def _begun(self, cycle: Cycle, gen: Rearrangement) -> None:
         cycle.left = len(gen.layers)
         if cycle.left:
             cycle.gen = gen
         else:
             gen.end()
 
-    def _stage(self, cycle: _Cycle, layer: int, tensors: Tensors) -> None:
+    def _stage(self, cycle: Cycle, layer: int, tensors: Tensors) -> None:
         gen = cycle.gen
         if gen is None or layer not in gen.layers:  # nothing moves: a slot becomes empty
             return
@@ -296,7 +255,7 @@ class Mover:
         new[layer] = new_row
         return self.comm.begin(old, new)
 
-    def _drop_the_rest(self, cycle: _Cycle) -> None:
+    def _drop_the_rest(self, cycle: Cycle) -> None:
         """End a rearrangement without committing what is left, on every rank."""
         gen = cycle.gen
         if gen is None:
@@ -336,27 +295,5 @@ class Mover:
         return f"vLLM's weights of layer {layer} are in other memory than when the communicator was built"
 
 
-class RearrangeFailedError(Exception):
-    """A synchronous rearrangement failed.
-
-    Parameters
-    ----------
-    error : Exception
-        Why.
-    physical_to_logical_map : IntArray
-        ``[num_moe_layers, num_physical_experts]``, the placement that holds.
-    final : bool
-        Can that not be vouched for?
-    """
-
-    def __init__(self, error: Exception, physical_to_logical_map: IntArray, final: bool) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.physical_to_logical_map = physical_to_logical_map
-        self.final = final
-
-
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.dtype
-
-

@@ -25,7 +25,9 @@ def tensor_names(weights: Sequence[Sequence[Any]], layers: Iterable[Any]) -> lis
     for layer in layers:
         for name, parameter in layer.named_parameters():
             known.setdefault(parameter.data_ptr(), name.rpartition(".")[2])
-    return [_distinct([known.get(tensor.data_ptr(), str(place)) for place, tensor in enumerate(row)]) for row in weights]
+    return [
+        _distinct([known.get(tensor.data_ptr(), str(place)) for place, tensor in enumerate(row)]) for row in weights
+    ]
 
 
 def _distinct(names: list[str]) -> list[str]:

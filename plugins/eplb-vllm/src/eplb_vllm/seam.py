@@ -15,7 +15,8 @@ from vllm.distributed.eplb.rebalance_execute import (
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
 from eplb_vllm.communicator import CoreCommunicator
-from eplb_vllm.mover import CoreTransfer, RearrangeFailedError
+from eplb_vllm.cycle import RearrangeFailedError
+from eplb_vllm.mover import CoreTransfer
 from eplb_vllm.settings import Settings, read_settings
 
 Original = Callable[..., Any]
@@ -119,7 +120,7 @@ def run_rebalance_experts(
     return new
 
 
-def transfer_layer(
+def transfer_layer(  # noqa: PLR0913 - vLLM's own parameters
     original: Original,
     old_layer_indices: torch.Tensor,
     new_layer_indices: torch.Tensor,
@@ -208,4 +209,3 @@ def update_communicator(original: Original, self: Any, model_config: Any, commun
     original(self, model_config, communicator)
     if isinstance(before, CoreCommunicator) and before is not communicator:
         before.close_later()
-
