@@ -163,9 +163,9 @@ class CoreCommunicator(EplbCommunicator):
         Parameters
         ----------
         error : Exception
-            Why.
+            What ended it.
         what : str
-            What holds now.
+            Which placement holds, for the log.
         """
         self.publish()
         if self.on_failure == "raise" or self.mover.is_final(error):

@@ -61,7 +61,7 @@ class RearrangeFailedError(Exception):
     Parameters
     ----------
     error : Exception
-        Why.
+        What ended it.
     physical_to_logical_map : IntArray
         ``[num_moe_layers, num_physical_experts]``, the placement that holds.
     final : bool

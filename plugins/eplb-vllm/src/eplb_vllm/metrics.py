@@ -42,7 +42,7 @@ class Exporter:
         name : str
             Name of the communicator, the label ``communicator``.
         stats : Stats
-            Its counts.
+            What it has counted since it was built.
         """
         with self._lock:
             for family in StatsCollector({name: stats}).collect():

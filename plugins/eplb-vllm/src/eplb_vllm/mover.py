@@ -31,7 +31,7 @@ class CoreTransfer:
     Parameters
     ----------
     mover : Mover
-        Whose layer it is.
+        Runs the rearrangement that the layer is part of.
     layer : int
         Index of the layer.
     error : Exception or None
