@@ -165,7 +165,7 @@ class CoreCommunicator(EplbCommunicator):
         error : Exception
             What ended it.
         what : str
-            Which placement holds, for the log.
+            Sentence of the log that says which placement holds, and what comes next.
         """
         self.publish()
         if self.on_failure == "raise" or self.mover.is_final(error):
