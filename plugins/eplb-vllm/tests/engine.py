@@ -10,13 +10,16 @@ from typing import Any
 import torch
 
 
-class Layer:
+class Layer(torch.nn.Module):
     """An MoE layer as ``MixtureOfExperts`` sees it."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         from vllm.distributed.eplb.eplb_state import EplbLayerState
 
+        super().__init__()
         self.tensors = tensors
+        for name, tensor in zip(("w13_weight", "w2_weight", "w13_scale"), tensors, strict=True):
+            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
         self.eplb_state = EplbLayerState()
 
     def get_expert_weights(self) -> list[torch.Tensor]:
@@ -136,6 +139,8 @@ class Engine:
         local = list(range(model.num_logical_experts))
         local += [i % model.num_logical_experts for i in range(model.num_redundant_experts)]
         model.fill(torch.tensor([local] * model.num_moe_layers))
+        for number, layer in enumerate(model.moe_layers):
+            self.config.compilation_config.static_forward_context[f"{name}.{number}"] = layer
         self.state.add_model(model, model.config, name)
         self.models.append(model)
 

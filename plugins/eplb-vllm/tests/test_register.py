@@ -143,6 +143,20 @@ def test_a_vllm_that_has_changed_gets_one_warning_that_names_it_and_stays_as_it_
 
 
 @with_vllm
+def test_a_core_that_cannot_be_imported_costs_a_warning_and_not_vllm(patches, monkeypatch, caplog):
+    from vllm.distributed.eplb import eplb_state
+
+    monkeypatch.delattr(eplb_vllm, "seam", raising=False)
+    monkeypatch.setitem(sys.modules, "eplb_vllm.seam", None)  # as import leaves a module that is not to be had
+    before = eplb_state._move_to_workspace
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level(logging.WARNING):
+        patches.patch()
+    assert [record for record in caplog.records if "cannot be loaded" in record.getMessage()]
+    assert eplb_state._move_to_workspace is before
+
+
+@with_vllm
 def test_vllm_loads_the_plugin_through_its_entry_point():
     code = (
         "from importlib.metadata import entry_points\n"

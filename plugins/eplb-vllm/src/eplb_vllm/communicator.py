@@ -26,6 +26,9 @@ Tensors = Sequence[torch.Tensor]
 _UNKNOWN_ADDRESS = "0.0.0.0"
 """What vLLM says when it knows none."""
 
+_JOINING_S = 600.0
+"""Limit of making a control plane: a rank that joins an elastic group loads its model first."""
+
 
 class _Planes:
     """One control plane for each group of vLLM's, and how many communicators were built on it."""
@@ -43,7 +46,7 @@ class _Planes:
                 control = eplb.ControlPlane.from_process_group(
                     coordinator.cpu_group,
                     host=None if host == _UNKNOWN_ADDRESS else host,
-                    timeout_s=float(settings.config.timeout_s),
+                    timeout_s=max(_JOINING_S, float(settings.config.timeout_s)),
                 )
                 entry = self._known[coordinator] = [control, 0]
             control, number = entry
@@ -180,6 +183,8 @@ class CoreCommunicator(EplbCommunicator):
         try:
             self.publish()
             self.mover.close()
+            if self._exporter is not None:
+                self._exporter.forget(self.stats)
         except Exception as error:  # nobody waits for this thread; what was held is released all the same
             logger.warning("eplb-vllm: closing %s: %s", self.mover.comm.name, error)
 
@@ -205,7 +210,7 @@ def _fits(info: Any, expert_weights: Sequence[Tensors], expert_buffer: Tensors) 
     return all(
         len(layer) == len(expert_buffer)
         and all(
-            (tensor.shape, tensor.dtype) == (row.shape, row.dtype)
+            (tensor.shape, tensor.stride(), tensor.dtype) == (row.shape, row.stride(), row.dtype)
             for tensor, row in zip(layer, expert_buffer, strict=True)
         )
         for layer in expert_weights

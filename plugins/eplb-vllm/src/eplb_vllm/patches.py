@@ -16,20 +16,29 @@ def patch() -> None:
     """Replace vLLM's functions, all or none; where they are not those that are known, warn once and leave them."""
     from vllm.logger import init_logger
 
+    logger = init_logger("vllm.plugins.eplb_vllm")
     state = import_module(known.STATE)
     if hasattr(state._move_to_workspace, _MARK):
         return
     difference = known.first_difference()
     if difference is not None:
-        init_logger("vllm.plugins.eplb_vllm").warning(
+        logger.warning(
             "eplb-vllm: this vLLM is not one that it knows (%s): %s. vLLM stays as it is, and"
             ' additional_config["eplb_core"] has no effect.',
             known.VERSIONS,
             difference,
         )
         return
-    from eplb_vllm import seam
-
+    try:
+        from eplb_vllm import seam
+    except Exception as error:  # vLLM's own import is under way, and is not to fail with ours
+        logger.warning(
+            "eplb-vllm: it cannot be loaded: %s: %s. vLLM stays as it is, and"
+            ' additional_config["eplb_core"] has no effect.',
+            type(error).__name__,
+            error,
+        )
+        return
     for name, (_, modules) in known.PATCHED.items():
         original = getattr(import_module(modules[0]), name)
         function = _standing_for(original, getattr(seam, name))

@@ -17,13 +17,13 @@ from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 from eplb_vllm.communicator import CoreCommunicator
 from eplb_vllm.cycle import RearrangeFailedError
 from eplb_vllm.mover import CoreTransfer
-from eplb_vllm.settings import Settings, read_settings
+from eplb_vllm.settings import read_settings
 
 Original = Callable[..., Any]
 Tensors = Sequence[torch.Tensor]
 
-_last: list[Settings | None] = [None]
-"""Settings of the last communicator. vLLM builds those of an elastic switch where no configuration is current."""
+_seen: list[Any] = []
+"""The VllmConfig of this process. vLLM builds the communicators of an elastic switch where none is current."""
 
 
 def create_eplb_communicator(
@@ -35,13 +35,14 @@ def create_eplb_communicator(
 ) -> Any:
     """Build ours where ``additional_config["eplb_core"]`` is there, vLLM's own where it is not."""
     current = get_current_vllm_config_or_none()
-    layers: list[Any] = []
     if current is not None:
-        _last[0] = read_settings(current.additional_config, current.parallel_config.eplb_config, backend)
-        layers = list(current.compilation_config.static_forward_context.values())
-    settings = _last[0]
+        _seen[:] = [current]
+    settings = None
+    for config in _seen:
+        settings = read_settings(config.additional_config, config.parallel_config.eplb_config, backend)
     if settings is None:
         return original(group_coordinator, backend, expert_weights, expert_buffer)
+    layers = _seen[0].compilation_config.static_forward_context.values()
     experts = [layer for layer in layers if hasattr(layer, "get_expert_weights")]
     return CoreCommunicator(group_coordinator, settings, expert_weights, expert_buffer, experts)
 
