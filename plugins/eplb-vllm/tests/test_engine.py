@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ import on_cpu  # noqa: E402
 if not on_cpu.is_there():
     pytest.skip(on_cpu.SKIP, allow_module_level=True)
 
+from prometheus_client import REGISTRY  # noqa: E402
+
 import engine as engines  # noqa: E402
 
 
@@ -28,7 +31,20 @@ def vllm():
     eplb_vllm.register()
 
 
+class Said(logging.Handler):
+    """Keeps what the plugin logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
 def serve(rank, world, port, core, use_async, steps):
+    said = Said()
+    logging.getLogger("vllm.plugins.eplb_vllm").addHandler(said)
     config = engines.configuration(core, use_async=use_async)
     with engines.groups(rank, world, port, config):
         engine = engines.Engine(config, rank, world)
@@ -42,6 +58,8 @@ def serve(rank, world, port, core, use_async, steps):
             "maps": engine.maps,
             "communicator": type(engine.communicator()).__name__,
             "lives": engine.worker_lives(),
+            "said": said.lines,
+            "counted": REGISTRY.get_sample_value("eplb_layers_committed_total", {"communicator": "vllm-0"}),
         }
 
 
@@ -56,6 +74,42 @@ def test_every_row_is_what_the_committed_map_says_after_every_step(communicator,
     assert all(rank["maps"] == ranks[0]["maps"] for rank in ranks)
     assert ranks[0]["changed"] > 10
     assert all(rank["lives"] for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    ("core", "landing"),
+    [
+        ({"communicator": "nixl"}, "vLLM's expert buffer"),
+        ({"communicator": "nixl", "landing": "own"}, "2 layer(s) of the core's own memory"),
+        ({}, "2 layer(s) of the core's own memory"),  # torch_gloo packs
+    ],
+)
+def test_one_line_says_that_it_is_on_and_vllms_registry_counts(core, landing):
+    ranks = on_cpu.run(2, serve, 2, on_cpu.free_port(), core, True, 30)
+    (line,) = ranks[0]["said"]
+    name = core.get("communicator", "torch_gloo")
+    assert f"vllm-0 moves the expert weights of 3 layers over 2 ranks with {name} (named in the configuration)" in line
+    assert f"rows land in {landing}; a failed rearrangement is dropped" in line
+    assert ranks[1]["said"] == []
+    assert [rank["counted"] for rank in ranks] == [ranks[0]["changed"]] * 2
+
+
+def spawned(rank, port):
+    on_cpu.stand_in_for_an_accelerator()
+    import eplb_vllm
+
+    eplb_vllm.register()
+    return serve(rank.rank, rank.world_size, port, {"communicator": "nixl"}, True, 40)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_spawned_and_import_vllm_themselves_do_the_same():
+    from eplb_core.testing.ranks import run_ranks
+
+    ranks = run_ranks(2, spawned, on_cpu.free_port(), timeout_s=150)
+    assert [rank["wrong"] for rank in ranks] == [0, 0]
+    assert ranks[0]["maps"] == ranks[1]["maps"]
+    assert ranks[0]["changed"] > 0
 
 
 def test_without_the_key_vllm_runs_its_own_code_and_comes_to_the_same_maps():
