@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy.typing as npt
 
 from eplb_core.config import EPLBConfig
 from eplb_core.control.plane import ControlPlane
-from eplb_core.errors import ConfigError, EplbError, PlanError, TransferError
+from eplb_core.errors import EplbError
 from eplb_core.rearrange.begin import begin, connect, poisoning
 from eplb_core.rearrange.held import HeldPlacement
 from eplb_core.rearrange.lives import Lives
@@ -18,19 +18,21 @@ from eplb_core.rearrange.rearrangement import Rearrangement
 from eplb_core.rearrange.setup import check_arguments, set_up
 from eplb_core.rearrange.state import CommunicatorState
 from eplb_core.report import RearrangeReport
-from eplb_core.weights.host_landing import check_landing
 from eplb_core.weights.layout import build_layout
 
 if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
 
+Landing: TypeAlias = (
+    "Sequence[Sequence[torch.Tensor]] | tuple[Literal['if possible'], Sequence[Sequence[torch.Tensor]]]"
+)
+
 
 class Communicator:
     """Moves expert weights between the ranks of an expert-parallel group.
 
-    Built on every rank, at any time; it connects at the first rearrangement. One thread uses it at a time; commits may
-    come from another.
+    Built on every rank, at any time; connects at the first rearrangement. One thread at a time; commits from another.
 
     Parameters
     ----------
@@ -49,9 +51,10 @@ class Communicator:
         Options of the backend.
     observers : sequence of object
         Wrapper implementations of the backend's hooks, and of ``observe``, for this communicator alone.
-    landing : sequence of sequence of torch.Tensor or None
-        The host's own landing rows, ``[staging_layers][num_tensors]``, shaped like one layer's weights; only for
-        backends with "rows" landing.
+    landing : sequence of sequence of torch.Tensor, or ("if possible", such a sequence), or None
+        The host's own landing rows, at most ``[staging_layers][num_tensors]``, shaped like one layer's weights; the
+        core adds the slots that are missing. Only for backends with "rows" landing: others refuse them, or, with "if
+        possible", use memory of the core's own and say so in the log.
     tensor_names : sequence or None
         ``[num_tensors]`` or ``[num_moe_layers][num_tensors]``, for messages and metadata keys.
     name : str
@@ -60,7 +63,7 @@ class Communicator:
     Raises
     ------
     ConfigError, DiscoveryError, MetadataError
-        The arguments do not fit; the other ranks get the reason when the members meet.
+        Arguments do not fit; the other ranks are told when they meet.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Communicator:
         stream: Any = None,
         options: Mapping[str, Any] | BaseModel | None = None,
         observers: Sequence[object] = (),
-        landing: Sequence[Sequence[torch.Tensor]] | None = None,
+        landing: Landing | None = None,
         tensor_names: Sequence[str] | Sequence[Sequence[str]] | None = None,
         name: str = "default",
     ) -> None:
@@ -83,11 +86,7 @@ class Communicator:
         with lives.telling_the_others():
             layout = build_layout(weights, tensor_names)
             setup = set_up(config, layout, stream=stream, options=options, observers=observers, name=name)
-            if landing is not None and setup.backend_class.landing_layout != "rows":
-                problem = f"landing= was given, and {setup.info.name} packs its landing memory"
-                raise ConfigError("EPLB-C010", problem=problem)
-            if landing is not None:
-                lives.host_landing = check_landing(landing, layout, staging_layers=config.staging_layers)
+            lives.host_landing = setup.take_landing(landing)
             held = HeldPlacement(layout.num_layers, control.world_size, layout.num_local_physical_experts)
             self._state = CommunicatorState(name, setup.info.name, held, setup.allocator)
             lives.begin(setup, self._state)
@@ -137,10 +136,8 @@ class Communicator:
 
         Raises
         ------
-        MetadataError
-            The members do not fit together.
-        TransferError
-            A member did not come, or could not be reached.
+        MetadataError, TransferError
+            The members do not fit together; one did not come, or could not be reached.
         """
         limit_s = float(self.config.timeout_s) if timeout_s is None else timeout_s
         with self._state.calling():
@@ -155,10 +152,6 @@ class Communicator:
             Logical expert of every physical slot; -1 is an empty slot. Equal on all ranks. Once a first rearrangement
             was agreed, `old_map` must equal ``report.physical_to_logical_map``.
 
-        Returns
-        -------
-        RearrangeReport
-
         Raises
         ------
         PlanError, MetadataError
@@ -169,13 +162,22 @@ class Communicator:
         self.begin(old_map, new_map).run()
         return self._state.report()
 
-    def begin(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Rearrangement:
+    def begin(
+        self,
+        old_map: npt.ArrayLike,
+        new_map: npt.ArrayLike,
+        *,
+        layer: int | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> Rearrangement:
         """Agree on a rearrangement that the host then runs layer by layer; collective.
 
         Parameters
         ----------
         old_map, new_map
-            See `rearrange`.
+            See `rearrange`; with `layer` one row, [num_physical_experts], with `layers` a row for each, or all rows.
+        layer, layers : int, or sequence of int, or None
+            The only layer that moves, at the cost of one row, or the only ones, ascending.
 
         Returns
         -------
@@ -187,8 +189,9 @@ class Communicator:
         PlanError, MetadataError, TransferError
             See `rearrange`.
         """
+        asked = layers if layer is None else layer if layers is None else [layer, layers]  # both is refused, by all
         with self._state.calling():
-            return begin(self._lives, self._state, old_map, new_map)
+            return begin(self._lives, self._state, old_map, new_map, asked)
 
     def reloaded(self, physical_to_logical_map: npt.ArrayLike) -> None:
         """Declare what all rows hold after the host rewrote the weights. Local; compared at the next begin.
@@ -204,11 +207,21 @@ class Communicator:
             The map has another shape (EPLB-P001), or a rearrangement is open (EPLB-P004).
         """
         with self._state.calling():
-            state = self._state
-            state.check_open()
-            if state.open is not None or state.held.decided:
-                raise PlanError("EPLB-P004", problem="reloaded() before the open rearrangement was ended")
-            state.held.reloaded(physical_to_logical_map)
+            self._state.check_between("reloaded()")
+            self._state.held.reloaded(physical_to_logical_map)
+
+    def trim(self) -> None:
+        """Give landing memory back until the next rearrangement, which connects anew; on every rank alike, and local.
+
+        Raises
+        ------
+        PlanError
+            A rearrangement is open (EPLB-P004).
+        """
+        with self._state.calling():
+            self._state.check_usable()
+            self._state.check_between("trim()")
+            self._lives.trim()
 
     # --- after a failure, and the end --------------------------------------------------------------------------------
 
@@ -218,7 +231,7 @@ class Communicator:
         control: ControlPlane | None = None,
         ranks: Sequence[int] | None = None,
         device_group: Any = None,
-        landing: Sequence[Sequence[torch.Tensor]] | None = None,
+        landing: Landing | None = None,
     ) -> RearrangeReport:
         """Make the communicator usable again after a failure; collective over the ranks named.
 
@@ -237,8 +250,8 @@ class Communicator:
             ranks that take no part become -1.
         device_group : ProcessGroup or None
             A new one, for backends that use one.
-        landing : sequence of sequence of torch.Tensor or None
-            New landing rows of the host, needed if those it gave are quarantined.
+        landing : as in `Communicator`, or None
+            New landing rows, needed if those the host gave are quarantined.
 
         Returns
         -------
@@ -251,14 +264,9 @@ class Communicator:
             Too much landing memory is quarantined (EPLB-T009), or a member did not come (EPLB-T002).
         """
         with self._state.calling():
-            self._state.check_open()
-            if self._state.invalid is not None:
-                problem = "the weights of this rank are invalid since a commit failed on it"
-                raise TransferError("EPLB-T009", problem=problem) from self._state.invalid
-            lives = self._lives
-            lives.renew(control=control, ranks=ranks, device_group=device_group, landing=landing)
-            with poisoning(lives, self._state, "rebuild"):
-                lives.enter(timeout_s, everyone=False)
+            self._lives.renew(control=control, ranks=ranks, device_group=device_group, landing=landing)
+            with poisoning(self._lives, self._state, "rebuild"):
+                self._lives.enter(timeout_s, everyone=False)
             return self._state.report()
 
     def close(self, force: bool = False) -> None:
@@ -277,8 +285,7 @@ class Communicator:
         CommitError
             The commit of a decided layer failed; everything was released nevertheless.
         PlanError
-            A call of another thread did not return in time, or this thread is inside one (a signal handler):
-            EPLB-P004. Nothing was released.
+            A call of another thread did not return in time, or this thread is inside one: EPLB-P004; nothing released.
         """
         if not (self._state.closed or self._state.forked):
             self._lives.end(force=force)

@@ -53,6 +53,9 @@ class BackendInfo:
     available : callable
         Import-light (find_spec, dlopen); returns None when usable on this machine, else why not. ``select`` calls no
         other code.
+    landing_layout : {"rows", "packed_by_peer"} or None
+        What the class declares, for hosts that ask before they choose: only "rows" takes a host's own landing memory.
+        None is undeclared here.
     """
 
     name: str
@@ -71,6 +74,7 @@ class BackendInfo:
     requires: tuple[str, ...] = ()
     install_hint: str = ""
     available: Callable[[], str | None] | None = None
+    landing_layout: Literal["rows", "packed_by_peer"] | None = None
 
 
 @dataclass(frozen=True)

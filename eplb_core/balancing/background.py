@@ -13,8 +13,11 @@ from eplb_core.balancing.deliberation import Deliberation
 from eplb_core.balancing.handover import UnderWay
 from eplb_core.balancing.layer_moves import moves
 from eplb_core.balancing.patience import Patience
+from eplb_core.balancing.promise import Operation, Outcome
 from eplb_core.balancing.vote_store import VoteStore
-from eplb_core.errors import error_for
+from eplb_core.control.store import StoreGone
+from eplb_core.errors import EplbError, error_for
+from eplb_core.errors.texts import describe
 from eplb_core.voting.operations import Refusal
 from eplb_core.voting.vote import all_agree
 from eplb_core.wire.ballots import Ballot, Decision
@@ -92,7 +95,8 @@ class BackgroundRearrangement:
                 return  # what is due is committed by whoever closes
             self._progress.enter("end")
             rearrangement.end()
-        except BaseException:
+        except BaseException as error:
+            self._settle_promises(under_way, error)
             self._leave_decided_layers_to_the_engine()
             raise
         self._forget()
@@ -204,6 +208,19 @@ class BackgroundRearrangement:
 
     def _patience(self, step: int | None, where: str) -> Patience:
         return Patience(self._book, self._progress, step, self._core.timeout_s, where)
+
+    def _settle_promises(self, under_way: UnderWay, error: BaseException) -> None:
+        """Learn what stands of a layer whose vote was left by an exception: else the engine waits at it in vain."""
+        reason = error_for("EPLB-T007", rank=self._core.rank, where="the load balancer", reason=describe(error))
+        for layer in list(self._book.promised):
+            votes = under_way.votes[layer].over(self._core.members.client)
+            try:
+                stands: Outcome = votes.execute(Operation("put", "decision", Outcome(None, self._core.rank, reason)))
+            except (StoreGone, EplbError):
+                return  # the engine asks with its own connection, and says so
+            if stands.step is not None:
+                under_way.rearrangement.accept(layer)
+            self._book.learn(layer, stands)
 
     def _leave_decided_layers_to_the_engine(self) -> None:
         """Layers that were decided before a failure are committed at their step, by every rank's engine."""

@@ -7,8 +7,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from eplb_core.balancing.comparison import difference
 from eplb_core.control.store import StoreGone
 from eplb_core.errors import ConfigError, PlanError, error_for
+from eplb_core.rearrange.begin import poisoning
 from eplb_core.wire.ballots import Ballot, Decision
 
 if TYPE_CHECKING:
@@ -54,18 +56,26 @@ class CoreAccess:
         self.communicator = communicator
         self.config = config
         self.timeout_s = float(config.timeout_s)
+        self._worked_in = 0
         self.life = ""
         """Names this load balancer among those that used the same epoch; the same on all members."""
 
-    def connect(self, placement: IntArray) -> None:
-        """Take the communicator, and connect it; collective.
+    def connect(self, placement: IntArray, given: Mapping[str, Any]) -> None:
+        """Take the communicator, connect it, and compare what the hosts gave; collective.
+
+        Parameters
+        ----------
+        placement : IntArray, [num_moe_layers, num_physical_experts]
+            What the rows hold.
+        given : Mapping
+            What must be the same on all ranks; see `given_here`.
 
         Raises
         ------
         ConfigError
-            Another load balancer has it (EPLB-C015).
+            Another load balancer has it, or the ranks were given different things (EPLB-C015).
         PlanError
-            Its rows hold another placement (EPLB-P008).
+            The maps differ (EPLB-P003), or are not what the rows of a rank hold (EPLB-P008).
         """
         if self.communicator in _CLAIMED:
             problem = f"communicator {self.communicator.name!r} belongs to another LoadBalancer, which is not closed"
@@ -73,20 +83,52 @@ class CoreAccess:
         _CLAIMED.add(self.communicator)
         try:
             self.communicator.connect()
-            self._check_holds(placement)
+            # Connecting is collective, so all members count it alike, whatever the one before left half done.
+            self.life = f"{self.members.generation}.{self._epoch.connects}"
+            self._compare(self._not_held(placement), given)
+            self.note_epoch()
+            self._note_held(placement)
         except BaseException:
             self.release()
             raise
-        # Connecting is collective, so all members count it alike, whatever the load balancer before left half done.
-        self.life = f"{self.members.generation}.{self._epoch.connects}"
 
-    def _check_holds(self, placement: IntArray) -> None:
+    def _not_held(self, placement: IntArray) -> EplbError | None:
         held = self.communicator._state.held
         differs = held.first_difference(placement, self.members.members)
-        if differs is not None:
-            layer, slot = differs
-            given, holds = int(placement[layer, slot]), int(held.map[layer, slot])
-            raise PlanError("EPLB-P008", rank=self.rank, layer=layer, slot=slot, held=holds, given=given)
+        if differs is None:
+            return None
+        layer, slot = differs
+        given, holds = int(placement[layer, slot]), int(held.map[layer, slot])
+        return PlanError("EPLB-P008", rank=self.rank, layer=layer, slot=slot, held=holds, given=given)
+
+    def _note_held(self, placement: IntArray) -> None:
+        """What all ranks gave, and none knew better, holds from now on: a rebuild before the first move keeps it."""
+        held = self.communicator._state.held
+        if not held.known or held.newcomers:
+            self.communicator.reloaded(placement)
+
+    def note_epoch(self) -> None:
+        """The load balancer works in the present epoch."""
+        self._worked_in = self.communicator.epoch
+
+    def _compare(self, refusal: EplbError | None, given: Mapping[str, Any]) -> None:
+        """Raise, on all ranks the same, where one of them cannot take part or differs from the others."""
+        members = self.members
+        vote = members.vote(f"given/{self.life}", "the load balancer, phase connect", generation=0)
+
+        def compared(ballots: Mapping[int, Ballot]) -> Decision:
+            differs = difference({rank: ballot.content for rank, ballot in ballots.items()})
+            return Decision(differs is None, members.rank, differs)
+
+        with poisoning(self.communicator._lives, self.communicator._state, "connect"):
+            if refusal is None:
+                vote.cast(Ballot(True, content=given), compared)
+                decision = self.watch.decide(vote, timeout_s=self.timeout_s)
+            else:
+                decision = vote.abort(refusal)
+            members.keys.forget_later([vote])
+        if not decision.commit:
+            raise decision.error or error_for("EPLB-T007", rank=decision.by, where=vote.where, reason="not said")
 
     def release(self) -> None:
         """Give it back."""
@@ -146,6 +188,12 @@ class CoreAccess:
         return self._epoch.entered[0]
 
     @property
+    def dead(self) -> tuple[int, ...]:
+        """Members of the present epoch that are gone; none where they have not met."""
+        members = self._epoch.members
+        return () if members is None else members.dead
+
+    @property
     def watch(self) -> Diagnosis:
         """This rank's watch over them."""
         return self._epoch.entered[1]
@@ -163,16 +211,16 @@ class CoreAccess:
         if dead is not None:
             raise error_for("EPLB-T003", rank=dead, where=where)
         if ring is not None and ring.departed:
-            raise error_for("EPLB-T021", reason=f"rank {min(ring.departed)} closed its communicator")
+            raise error_for("EPLB-T007", rank=min(ring.departed), where=where, reason="it left this epoch")
 
     def leave(self) -> None:
         """Bring the members to one generation again: their workers stopped at different moments; collective, bounded.
 
         Where they do not come together, the communicator is to be rebuilt before it is used again.
         """
+        if not self.communicator.usable or self.communicator.epoch != self._worked_in:
+            return  # it is to be rebuilt, or was: a new epoch begins with equal generations
         state, members = self.communicator._state, self.members
-        if not self.communicator.usable:
-            return
 
         def latest(ballots: Mapping[int, Ballot]) -> Decision:
             generations = [int(ballot.content["generation"]) for ballot in ballots.values()]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from eplb_core.balancing.engine_step import EngineStep
+from eplb_core.balancing.handover import RELOADING
 from eplb_core.balancing.promise import Operation, Outcome
 from eplb_core.control.store import StoreGone
 from eplb_core.errors import EplbError, error_for
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from eplb_core.balancing.worker import Worker
 
 logger = logging.getLogger("eplb_core")
+
+OnCommit: TypeAlias = "Callable[[int, IntArray, IntArray], None]"
+"""``on_commit(layer, old_row, new_row)``: a layer's weights and map, [num_physical_experts], have changed."""
 
 _LONGEST_WAIT_S = 0.05
 _WORKER_NOTES_WITHIN_S = 5.0
@@ -61,7 +65,7 @@ class EngineSide:
         handover: Handover,
         progress: Progress,
         window: LoadWindow,
-        on_commit: Callable[[int, IntArray, IntArray], None] | None,
+        on_commit: OnCommit | None,
     ) -> None:
         self._core = core
         self._book = book
@@ -71,35 +75,44 @@ class EngineSide:
         self._on_commit = on_commit
         self._problem: Exception | None = None
         self._moved: list[int] = []
-        self._due: list[int] = []
+        self._step: EngineStep | None = None  # the one that is being left, until it is over
+        self._snapshot: LoadSnapshot | None = None
+        self._due: list[int] | None = None
+        self._committed_now: list[int] = []
         self._said_stalled = False
         self._settled: tuple[object, float] | None = None  # what the worker was at, and when the engine settled
         self.worker: Worker | None = None
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def end_step(self, *, is_dummy: bool) -> LoadSnapshot | None:
-        """Count a step, keep the promises that end with it, and return the load when a window ends.
+    def end_step(self, *, is_dummy: bool) -> None:
+        """Count a step and keep the promises that end with it; or go on with one that was left by an exception.
 
         Raises
         ------
         StoreLostError
             A promise cannot be kept: nobody can tell what was decided. The step is not over.
         """
-        engine = EngineStep(self._book, self._core.rank)
+        if self._due is not None:  # it was left in the middle of its commits
+            return
+        if self._step is None:
+            self._step = EngineStep(self._book, self._core.rank)
+        self._keep_promises(self._step)
+        self._snapshot = self._window.end_step(self._book.step, is_dummy=is_dummy, mark=self._core.mark)
+        self._due = self._step.due
+
+    def _keep_promises(self, step: EngineStep) -> None:
         waited_since_s: float | None = None
-        while (operation := engine.operation()) is not None:
+        while (operation := step.operation()) is not None:
             if operation.verb == "book":
-                engine.take()
+                step.take()
             elif operation.verb == "pause":
                 waited_since_s = waited_since_s or time.monotonic()
-                engine.take(self._wait(engine.layer, waited_since_s))
+                step.take(self._wait(step.layer, waited_since_s))
             else:
-                engine.take(self._settle(engine.layer, operation))
+                step.take(self._settle(step.layer, operation))
         if waited_since_s is not None:
             self._progress.engine_waited(time.monotonic() - waited_since_s)
-        self._due = engine.due
-        return self._window.end_step(self._book.step, is_dummy=is_dummy, mark=self._core.mark)
 
     def _wait(self, layer: Any, since_s: float) -> bool:
         """Wait a moment for a decision; True: give up, for the limit is over or the worker is dead."""
@@ -136,17 +149,25 @@ class EngineSide:
         return stands
 
     def commit_due(self) -> list[int]:
-        """Commit what is due in this step.
+        """Commit what is due in this step, which is over then.
 
         Raises
         ------
         CommitError
             A copy failed: the weights of this rank are invalid.
         """
-        due, self._due = self._due, []
-        for layer in due:
-            self._commit(layer)
-        return due
+        while self._due:
+            if self._due[0] in self._book.due:  # else a callback of the host's dropped it, or closed
+                self._commit(self._due[0])
+            self._due.pop(0)
+        committed, self._committed_now = self._committed_now, []
+        self._due = self._step = None
+        return committed
+
+    def take_snapshot(self) -> LoadSnapshot | None:
+        """Return, once, the load of the window that ended with the last step, if one did."""
+        snapshot, self._snapshot = self._snapshot, None
+        return snapshot
 
     def commit_all(self) -> None:
         """Commit what is decided, whenever it is due: the load balancer ends, and so it does on all ranks."""
@@ -171,8 +192,10 @@ class EngineSide:
         self._committed(layer, self._core.communicator.report.physical_to_logical_map[layer])
 
     def _committed(self, layer: int, row: IntArray) -> None:
+        before = self._handover.set_row(layer, row)
+        self._committed_now.append(layer)
         self._book.committed(layer)
-        self._tell_host(layer, self._handover.set_row(layer, row), row)
+        self._tell_host(layer, before, row)
 
     def _tell_host(self, layer: int, before: IntArray, row: IntArray) -> None:
         self._window.placed(layer, row)
@@ -194,12 +217,9 @@ class EngineSide:
         """Bring all layers to a new map, here and now; collective."""
         communicator, old_map = self._core.communicator, self._handover.map()
         try:
-            report = communicator.rearrange(old_map, new_map)
-        except EplbError as error:
-            if error.report is not None:
-                self._note_moved(old_map, error.report.physical_to_logical_map)
-            raise
-        self._note_moved(old_map, report.physical_to_logical_map)
+            communicator.rearrange(old_map, new_map)
+        finally:  # after a failure, or Ctrl-C, some layers hold the new placement
+            self._note_moved(old_map, communicator.report.physical_to_logical_map)
 
     def _note_moved(self, old_map: IntArray, held: IntArray) -> None:
         if held.shape != old_map.shape:
@@ -255,7 +275,7 @@ class EngineSide:
                 under_way.rearrangement.discard(layer)
             elif under_way is not None:
                 self._take_over(layer)
-        self._handover.call_off("the host is about to rewrite weights", reloaded=reloaded)
+        self._handover.call_off(RELOADING, reloaded=reloaded)
         if reloaded is not None:
             for layer, row in enumerate(reloaded):
                 self._window.placed(layer, row)

@@ -25,6 +25,8 @@ class EngineStep:
     ----------
     layer : int or None
         What it waits for, or has to settle.
+    number : int or None
+        Number of the step once it has begun, so that one that is interrupted is not counted twice.
     due : list of int
         What to commit before the step is left, once `operation` is None.
     """
@@ -34,6 +36,7 @@ class EngineStep:
         self.rank = rank
         self.phase = "enter"
         self.layer: int | None = None
+        self.number: int | None = None
         self.due: list[int] = []
         self._stands: Outcome | None = None
 
@@ -50,7 +53,8 @@ class EngineStep:
     def take(self, result: Any = None) -> None:
         """Take the result of the operation, and move on."""
         if self.phase == "enter":
-            self.book.begin_step()
+            self.number = self.number or self.book.step + 1
+            self.book.begin_step(self.number)
             self.phase = "look"
         elif self.phase == "look":
             self.layer, self.due = self.book.look()

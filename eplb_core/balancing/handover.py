@@ -10,6 +10,7 @@ from eplb_core.errors import error_for
 
 if TYPE_CHECKING:
     from eplb_core.arrays import IntArray
+    from eplb_core.balancing.core_access import CoreAccess
     from eplb_core.balancing.load_window import LoadSnapshot
     from eplb_core.balancing.promise import PromiseBook
     from eplb_core.balancing.vote_store import VoteStore
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 
 CLOSING = "a rank closes its LoadBalancer"
+RELOADING = "the host is about to rewrite weights"
 
 
 @dataclass(eq=False)
@@ -155,3 +157,10 @@ class Handover:
         """All ranks know the latest step of any, so they know when they rearrange again."""
         with self._book.changed:
             self.next_step = (step // self._interval + 1) * self._interval
+
+
+def let_go(core: CoreAccess, handover: Handover) -> None:
+    """The load balancer was dropped without `close`: its worker ends, and another may take the communicator."""
+    if not core.is_inherited:
+        core.release()
+        handover.call_off(CLOSING, stopping=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,26 +10,24 @@ import numpy.typing as npt
 
 from eplb_core.arrays import IntArray
 from eplb_core.balancing.background import BackgroundRearrangement
+from eplb_core.balancing.comparison import given_here
 from eplb_core.balancing.core_access import CoreAccess
-from eplb_core.balancing.engine_side import EngineSide
-from eplb_core.balancing.handover import CLOSING, Handover
+from eplb_core.balancing.engine_side import EngineSide, OnCommit
+from eplb_core.balancing.handover import CLOSING, Handover, let_go
 from eplb_core.balancing.load_window import LoadWindow
 from eplb_core.balancing.placing import Placing, log_balancedness
-from eplb_core.balancing.policy import check_slots, load_policy
+from eplb_core.balancing.policy import load_policy
 from eplb_core.balancing.progress import LoadBalancerStatus, Progress
 from eplb_core.balancing.promise import PromiseBook
 from eplb_core.balancing.rearranger import Rearranger
-from eplb_core.balancing.setup import check_arguments, checked_placement
+from eplb_core.balancing.setup import check_arguments, checked_experts, checked_placement
 from eplb_core.balancing.worker import Worker
 from eplb_core.communicator import Communicator
 from eplb_core.config import EPLBConfig
-from eplb_core.errors import ConfigError, PlanError, error_for
+from eplb_core.errors import PlanError, error_for
 
 if TYPE_CHECKING:
     from eplb_core.report import RearrangeReport
-
-OnCommit = Callable[[int, IntArray, IntArray], None]
-"""``on_commit(layer, old_row, new_row)``: a layer's weights and map, [num_physical_experts], have changed."""
 
 _CLOSE_GRACE_S = 10.0
 
@@ -39,7 +36,7 @@ class LoadBalancer:
     """Watches which experts are busy, and rearranges them over the ranks while the model serves.
 
     Built on every rank of the expert-parallel group, at the same forward step; it connects the communicator, and uses
-    it alone from then on. All methods are for the engine's thread.
+    it alone from then on. All methods are for the engine's thread, none but `record` inside `step` (EPLB-P004).
 
     With ``use_async`` a worker thread gathers loads, agrees, and moves rows layer by layer; `step` only copies what has
     landed, at a forward step that all ranks know in advance. Without, `step` does all of it at the interval.
@@ -63,9 +60,10 @@ class LoadBalancer:
     Raises
     ------
     ConfigError
-        An argument does not fit (EPLB-C015), or the policy is not installed (EPLB-C012).
+        An argument does not fit or differs between ranks (EPLB-C015), or the policy is not installed (EPLB-C012).
     PlanError
-        The map has another shape than the weights (EPLB-P001), or is not what they hold (EPLB-P008).
+        The map has another shape than the weights (EPLB-P001), differs between ranks (EPLB-P003), or is not what a
+        rank holds (EPLB-P008).
     MetadataError, TransferError
         The members do not come together; see `Communicator.connect`.
     """
@@ -88,36 +86,29 @@ class LoadBalancer:
         self._closed = self._inside_step = False
         core = CoreAccess(communicator, config)
         placement = checked_placement(core, physical_to_logical_map)
-        self._num_logical_experts = check_slots(config, num_logical_experts, placement.shape[1])
-        if placement.max(initial=-1) >= self._num_logical_experts:
-            problem = f"the map names expert {placement.max()}, and there are {self._num_logical_experts}"
-            raise ConfigError("EPLB-C015", problem=problem)
+        self._num_logical_experts = checked_experts(config, num_logical_experts, placement)
         self._begin(core, placement)
 
     def _begin(self, core: CoreAccess, placement: IntArray) -> None:
         """Connect, and count from 0."""
-        core.connect(placement)
+        experts = {"num_logical_experts": self._num_logical_experts, "num_expert_groups": self._num_expert_groups}
+        core.connect(placement, given_here(core.config, placement, **experts))
         self._core, config = core, core.config
         self._stopped = False
         self._book, self._progress = PromiseBook(), Progress()
         size, interval = config.window_size, config.step_interval
         self._handover = Handover(self._book, placement, interval)
-        self._let_go = weakref.finalize(self, _let_go, core, self._handover)  # a worker ends when nobody steps any more
+        self._let_go = weakref.finalize(self, let_go, core, self._handover)  # a worker ends when nobody steps any more
         self._let_go.atexit = False  # it ends then by itself; in a forked child, a lock may be held by nobody
         self._window = LoadWindow(placement, self._num_logical_experts, window_size=size, step_interval=interval)
         self._engine = EngineSide(core, self._book, self._handover, self._progress, self._window, self._on_commit)
-        placing = Placing(
-            core,
-            self._policy,
-            num_logical_experts=self._num_logical_experts,
-            num_expert_groups=self._num_expert_groups,
-            progress=self._progress,
-        )
+        placing = Placing(core, self._policy, progress=self._progress, **experts)
         self._worker: Worker | None = None
         shared = (core, self._book, self._handover, self._progress)
         if config.use_async:
             self._rearranger = Rearranger(*shared, placing, BackgroundRearrangement(*shared).run)
-            self._worker = self._engine.worker = Worker(core, self._handover, self._progress, self._rearranger.run)
+            tries = self._rearranger.run, self._rearranger.recover
+            self._worker = self._engine.worker = Worker(core, self._handover, self._progress, *tries)
         else:
             self._rearranger = Rearranger(*shared, placing, self._engine.move_now)
 
@@ -157,15 +148,20 @@ class LoadBalancer:
         ------
         PlanError
             It is called inside itself (EPLB-P004).
+        StoreLostError
+            A promise cannot be kept: nobody can tell what was decided (EPLB-T005).
         EplbError
             A rearrangement failed, with ``on_failure="raise"``; once, and in a step that commits nothing. ``.report``
             says what holds.
         CommitError
             A copy failed: the weights of this rank are invalid.
+
+        Notes
+        -----
+        A step that a lost store or an interrupt (Ctrl-C) leaves is not over: the next call takes it up, and it counts
+        once.
         """
-        self._check_open()
-        if self._inside_step:
-            raise PlanError("EPLB-P004", problem="step() inside step(): on_commit called it, or another thread")
+        self._check_open("step()")
         self._inside_step = True
         try:
             return self._step(is_dummy)
@@ -173,8 +169,9 @@ class LoadBalancer:
             self._inside_step = False
 
     def _step(self, is_dummy: bool) -> tuple[int, ...]:
-        snapshot = self._engine.end_step(is_dummy=is_dummy)
+        self._engine.end_step(is_dummy=is_dummy)
         committed = self._engine.commit_due()
+        snapshot = self._engine.take_snapshot()
         if self.config.log_balancedness:
             log_balancedness(self._core, self._progress, self._book.step)
         if snapshot is not None:
@@ -220,7 +217,7 @@ class LoadBalancer:
         physical_to_logical_map : array-like of int, [num_moe_layers, num_physical_experts], or None
             What the slots hold when the weights are rewritten; None leaves the map as it is.
         """
-        self._check_open()
+        self._check_open("invalidate()")
         given = physical_to_logical_map
         self._engine.drop(None if given is None else checked_placement(self._core, given))
 
@@ -241,7 +238,7 @@ class LoadBalancer:
         EplbError
             See `LoadBalancer`. EPLB-T004: a transfer that was under way had to be broken off; rebuild, and adopt again.
         """
-        self._check_open()
+        self._check_open("adopt()")
         check_arguments(self.config, communicator, self._on_commit, self._num_expert_groups)
         placement = checked_placement(core := CoreAccess(communicator, self.config), physical_to_logical_map)
         self._engine.drop(None)  # the map that was given is to hold
@@ -260,11 +257,14 @@ class LoadBalancer:
         ------
         TransferError
             The worker is inside a call of a library that does not return (EPLB-T022).
+        PlanError
+            It is called inside `step` (EPLB-P004); nothing was done.
         """
         self._close(together=True)
 
     def _close(self, *, together: bool) -> None:
         if not self._core.is_inherited:
+            self._check_outside_step("close()")
             self._closed = True
             self._stop(together=together)
 
@@ -282,19 +282,19 @@ class LoadBalancer:
         self._stopped = True
         self._engine.raise_problem()
 
-    def _check_open(self) -> None:
+    def _check_open(self, call: str) -> None:
         self._core.check_open()
+        self._check_outside_step(call)
         if self._closed:
             raise error_for("EPLB-T008", name=f"{self._core.communicator.name} (LoadBalancer)")
+
+    def _check_outside_step(self, call: str) -> None:
+        if self._inside_step:
+            problem = f"{call} inside step(): on_commit called it, a signal handler, or another thread"
+            raise PlanError("EPLB-P004", problem=problem)
 
     def __enter__(self) -> LoadBalancer:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._close(together=error is None)
-
-
-def _let_go(core: CoreAccess, handover: Handover) -> None:
-    if not core.is_inherited:
-        core.release()
-        handover.call_off(CLOSING, stopping=True)

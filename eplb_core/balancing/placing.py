@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from eplb_core.balancing.load_exchange import LoadExchange
 from eplb_core.balancing.policy import Group, NewPlacement, Policy, new_placement
 from eplb_core.errors import EplbError, error_for
+from eplb_core.errors.texts import describe
 
 if TYPE_CHECKING:
     from eplb_core.arrays import IntArray
@@ -99,7 +100,7 @@ class Placing:
         except EplbError as error:  # every rank is to hear it
             return error
         except Exception as error:  # a device's, say; the others would wait for this rank's load until their limit
-            reason = f"{type(error).__name__}: {error}"
+            reason = describe(error)
             named = error_for("EPLB-T007", rank=self._core.rank, where="the load balancer, phase load", reason=reason)
             named.__cause__ = error
             return named

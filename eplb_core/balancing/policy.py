@@ -17,6 +17,7 @@ from eplb_core.discovery.load import load_target
 from eplb_core.discovery.select import resolve
 from eplb_core.discovery.usable import why_unavailable
 from eplb_core.errors import ConfigError, EplbError, PlanError
+from eplb_core.errors.texts import describe
 
 if TYPE_CHECKING:
     from eplb_core.config import EPLBConfig
@@ -221,7 +222,7 @@ def _asked(policy: Policy, load: FloatArray, shape: Sequence[int], num_ranks: in
     except EplbError:
         raise
     except (Exception, SystemExit) as error:  # one that exits would take the worker with it, on this rank alone
-        problem = f"the policy {policy.name!r} failed with {type(error).__name__}: {error}"
+        problem = f"the policy {policy.name!r} failed with {describe(error)}"
         raise PlanError("EPLB-P006", problem=problem) from error
     problem = ""
     if wanted.shape != tuple(shape) or wanted.dtype.kind not in "iu":

@@ -107,10 +107,10 @@ class PromiseBook:
         self._unwanted: set[int] = set()
         """Layers whose commit was learned while dropping; whoever staged them discards them."""
 
-    def begin_step(self) -> None:
-        """The engine enters ``step()``."""
+    def begin_step(self, number: int) -> None:
+        """The engine enters ``step()``, for the first time or again, with the number after the last."""
         with self.changed:
-            self.step += 1
+            self.step = number
 
     def promise(self, layer: int) -> int:
         """Register a promise and return its P: from now on the engine stops there until the layer is decided."""

@@ -11,6 +11,7 @@ from eplb_core.balancing.patience import Patience
 from eplb_core.balancing.recovery import Told, fails_over, rebuild, why_not_alone
 from eplb_core.control.store import StoreGone
 from eplb_core.errors import EplbError, error_for
+from eplb_core.errors.texts import describe
 
 if TYPE_CHECKING:
     from eplb_core.arrays import IntArray
@@ -88,7 +89,7 @@ class Rearranger:
         except EplbError as error:
             return self._failed(error, exchanged=exchanged)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = describe(error)
             named = error_for("EPLB-T007", rank=self._core.rank, where="the load balancer", reason=reason)
             named.__cause__ = error
             return self._failed(named, exchanged=exchanged)
@@ -111,6 +112,16 @@ class Rearranger:
         return pause
 
     # --- failures -----------------------------------------------------------------------------------------------------
+
+    def recover(self, died: EplbError) -> bool:
+        """Go on after an exception that nobody expected, with a new epoch: what the others know of this try is unknown.
+
+        Returns
+        -------
+        bool
+            As `run`.
+        """
+        return self._failed(died, exchanged=False)
 
     def _failed(self, error: EplbError, *, exchanged: bool) -> bool:
         core, communicator = self._core, self._core.communicator

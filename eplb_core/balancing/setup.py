@@ -6,6 +6,7 @@ import numpy.typing as npt
 
 from eplb_core.arrays import IntArray
 from eplb_core.balancing.core_access import CoreAccess
+from eplb_core.balancing.policy import check_slots
 from eplb_core.communicator import Communicator
 from eplb_core.config import EPLBConfig
 from eplb_core.errors import ConfigError
@@ -38,4 +39,13 @@ def checked_placement(core: CoreAccess, given: npt.ArrayLike) -> IntArray:
         world_size=core.world_size,
         num_local_physical_experts=core.num_local_physical_experts,
     )
+    return checked
+
+
+def checked_experts(config: EPLBConfig, num_logical_experts: int, placement: IntArray) -> int:
+    """Return the number of logical experts; one that does not fit the slots or the map is refused (EPLB-C015)."""
+    checked = check_slots(config, num_logical_experts, placement.shape[1])
+    if placement.max(initial=-1) >= checked:
+        problem = f"the map names expert {placement.max()}, and there are {checked}"
+        raise ConfigError("EPLB-C015", problem=problem)
     return checked

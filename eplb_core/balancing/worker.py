@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 from eplb_core.balancing.rearranger import StoppedError
 from eplb_core.errors import error_for
+from eplb_core.errors.texts import describe
 
 if TYPE_CHECKING:
     from eplb_core.balancing.core_access import CoreAccess
     from eplb_core.balancing.handover import Handover
     from eplb_core.balancing.load_window import LoadSnapshot
     from eplb_core.balancing.progress import Progress
+    from eplb_core.errors import EplbError
 
 logger = logging.getLogger("eplb_core")
 
@@ -32,15 +34,23 @@ class Worker:
         Is told what is done.
     rearrange : callable
         Rearranges once; False when nothing can be rearranged any more.
+    recover : callable
+        ``recover(error)`` after an exception that nobody expected; as `rearrange`.
     """
 
     def __init__(
-        self, core: CoreAccess, handover: Handover, progress: Progress, rearrange: Callable[[LoadSnapshot], bool]
+        self,
+        core: CoreAccess,
+        handover: Handover,
+        progress: Progress,
+        rearrange: Callable[[LoadSnapshot], bool],
+        recover: Callable[[EplbError], bool],
     ) -> None:
         self._core = core
         self._handover = handover
         self._progress = progress
         self._rearrange = rearrange
+        self._recover = recover
         # Not daemonic: it ends before the interpreter does, whose libraries it uses. See `Handover.stopping`.
         self._thread = threading.Thread(target=self._run, name=f"eplb-load-balancer-{core.communicator.name}")
         self._thread.start()
@@ -56,22 +66,44 @@ class Worker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        handover, progress = self._handover, self._progress
+        able = True
+        while not self._handover.stopping:
+            try:
+                able = self._work() if able else self._rest()
+            except StoppedError:
+                return
+            except BaseException as error:
+                died = error_for("EPLB-T022", problem=f"died of {describe(error)}")
+                died.__cause__ = error
+                if self._core.config.on_failure == "raise":
+                    logger.exception("%s: the load balancer's worker died", self._core.communicator.name)
+                    self._progress.enter("failed")
+                    self._handover.failure = died
+                    return
+                able = self._revived(died)
+
+    def _work(self) -> bool:
+        """Do the next thing there is to do; False when nothing can be rearranged any more."""
+        handover = self._handover
+        self._progress.enter("idle")
+        snapshot = handover.await_work()
+        if handover.reloaded is not None:
+            self._core.communicator.reloaded(handover.reloaded)
+            handover.reloaded = None
+        elif snapshot is not None:
+            return self._rearrange(snapshot)
+        return True
+
+    def _rest(self) -> bool:
+        self._progress.enter("failed")
+        self._handover.await_the_end()
+        return False
+
+    def _revived(self, died: EplbError) -> bool:
         try:
-            while not handover.stopping:
-                progress.enter("idle")
-                snapshot = handover.await_work()
-                if handover.reloaded is not None:
-                    self._core.communicator.reloaded(handover.reloaded)
-                    handover.reloaded = None
-                elif snapshot is not None and not self._rearrange(snapshot):
-                    progress.enter("failed")
-                    handover.await_the_end()
+            return self._recover(died)
         except StoppedError:
-            pass
-        except BaseException as error:
-            logger.exception("%s: the load balancer's worker died", self._core.communicator.name)
-            progress.enter("failed")
-            died = error_for("EPLB-T022", problem=f"died of {type(error).__name__}: {error}")
-            died.__cause__ = error
-            handover.failure = died
+            return True  # and the load balancer is stopping
+        except BaseException:
+            logger.exception("%s: nothing is rearranged until the host acts", self._core.communicator.name)
+            return False

@@ -16,6 +16,7 @@ from eplb_core.cli.explain import explain
 from eplb_core.cli.new_backend import new_backend
 from eplb_core.cli.verify import verify
 from eplb_core.errors import EplbError
+from eplb_core.errors.texts import describe
 
 
 class _Command(TyperCommand):
@@ -77,6 +78,6 @@ def run() -> None:
         app()
     except EplbError as error:
         console = stderr()
-        console.print(f"{type(error).__name__}: {error}", style="red", soft_wrap=True)
+        console.print(describe(error), style="red", soft_wrap=True)
         console.print(f"'eplb explain {error.code}' says what that means and what to do.", soft_wrap=True)
         sys.exit(1)

@@ -11,6 +11,7 @@ import typer
 from eplb_core.bench.presets import DEFAULT_PRESET, PRESETS
 from eplb_core.cli.console import stderr
 from eplb_core.errors import EplbError
+from eplb_core.errors.texts import describe
 
 if TYPE_CHECKING:
     from eplb_core.bench.demo import DemoJob
@@ -129,6 +130,6 @@ def _take_part(job: DemoJob, view: DemoView) -> int:
         with view.bars:
             run_in_environment(job, lambda kind, data: view.on_event(rank, kind, dict(data)))
     except EplbError as error:
-        stderr().print(f"rank {rank}: {type(error).__name__}: {error}", soft_wrap=True)
+        stderr().print(f"rank {rank}: {describe(error)}", soft_wrap=True)
         return 1
     return view.conclude(()) if rank == 0 else 0

@@ -223,8 +223,9 @@ _add(
     "EPLB-C015",
     "The LoadBalancer cannot be built: {problem}.",
     meaning="An argument of the LoadBalancer does not fit the configuration, the communicator or this machine.",
-    when="When the LoadBalancer is built, on the rank that was given the argument.",
+    when="When the LoadBalancer is built: on the rank that was given the argument, or on all where they differ.",
     situations=[
+        "the ranks were given different intervals, windows, policies or other fields that must be the same on all",
         "num_redundant_experts kept its default, 0, and the map has more slots than there are logical experts",
         "the policy that is named needs a library that is not installed",
         "the configuration is another one than the communicator's",
@@ -755,7 +756,8 @@ _add(
     "EPLB-T022",
     "The load balancer's worker {problem}.",
     meaning="The thread that rearranges in the background is dead, or sits in one place for longer than any wait may.",
-    when="In LoadBalancer.step(), on the rank whose worker it is. Others find it by the limits of their waits.",
+    when="In LoadBalancer.step(), on the rank whose worker it is; with on_failure='keep' a worker that died is logged, "
+    "rebuilds with the others, and tries again. Others find it by the limits of their waits.",
     situations=["a backend's library call does not return", "an error of a kind that nobody expected"],
     solutions=[
         "look at the exception that the message names, or at the thread's stack (py-spy dump)",

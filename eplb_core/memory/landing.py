@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from eplb_core.arrays import ALIGNMENT
 from eplb_core.backend import StagingAllocator, StagingBlock
 from eplb_core.weights.layout import LayerGeometry, Layout
 
@@ -19,8 +20,8 @@ class LandingMemory:
 
     Notes
     -----
-    The allocator owns the slots, unless the host gave landing rows of its own: uint8 ``[staging_layers][num_tensors]``
-    of ``[rows, nbytes]``, for "rows" landing only. ``num_peers`` is the most ranks that one slot receives from.
+    The allocator owns the slots, but for those that the host gave, uint8 ``[num_slots][num_tensors]`` of
+    ``[rows, nbytes]``, for "rows" landing only. ``num_peers`` is the most ranks that one slot receives from.
     """
 
     def __init__(
@@ -34,21 +35,27 @@ class LandingMemory:
         allocator: StagingAllocator,
         host_landing: list[list[torch.Tensor]] | None,
     ) -> None:
-        self.rows = host_landing
+        self.rows = None if host_landing is None else list(host_landing)
         self._allocator = allocator
         self._layout_name = landing_layout
         nbytes = max(_slot_nbytes(g, landing_layout, num_peers) for g in layout.geometries)
-        count = 0 if host_landing is not None else staging_layers
+        self._first_own = 0 if host_landing is None else len(host_landing)
+        if host_landing is not None:
+            landing_device = host_landing[0][0].device
+            nbytes = sum(_padded(tensor.numel()) for tensor in host_landing[0])
         self._blocks: list[StagingBlock] = []
         self._spare: dict[int, torch.Tensor] = {}
         try:
-            for _ in range(count):
+            for _ in range(self._first_own, staging_layers):
                 self._blocks.append(allocator.allocate(nbytes, landing_device))
         except BaseException:
             self.release()
             raise
         self.slots = [block.data for block in self._blocks]
         self.nbytes = sum(slot.numel() for slot in self.slots)
+        if self.rows is not None:
+            self.rows += [_like(self.rows[0], slot) for slot in self.slots]
+            self.slots = []
         self._device = layout.device
         self._widest: dict[int, int] = {}
         for geometry in {id(g): g for g in layout.geometries}.values():
@@ -91,7 +98,7 @@ class LandingMemory:
         ``events`` holds the event of each slot, ``rest`` that of all other slots; None: nothing touches them now.
         """
         blocks, self._blocks, self.slots = self._blocks, [], []
-        for slot, block in enumerate(blocks):
+        for slot, block in enumerate(blocks, self._first_own):
             self._allocator.release(block, (events or {}).get(slot) or rest)
 
     def let_go(self) -> None:
@@ -102,3 +109,16 @@ class LandingMemory:
 
 def _slot_nbytes(geometry: LayerGeometry, landing_layout: str, num_peers: int) -> int:
     return geometry.nbytes_grid if landing_layout == "rows" else geometry.nbytes_packed(num_peers)
+
+
+def _like(slot: list[torch.Tensor], memory: torch.Tensor) -> list[torch.Tensor]:
+    """Cut a slot of the core's own into rows shaped as a slot of the host's."""
+    rows, begin = [], 0
+    for tensor in slot:
+        rows.append(memory[begin : begin + tensor.numel()].view(tensor.shape))
+        begin += _padded(tensor.numel())
+    return rows
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

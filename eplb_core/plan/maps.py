@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from operator import index
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +60,51 @@ def _checked(name: str, given: object, shape: tuple[int, int], whose: str) -> In
             detail="Logical experts are 0 or more, -1 is an empty slot.",
         )
     return np.array(array, np.int64, order="C")
+
+
+def which_layers(asked: Any, num_layers: int) -> tuple[int, ...] | None:
+    """Return the layers that a rearrangement is about, ascending; None is all.
+
+    Raises
+    ------
+    PlanError
+        EPLB-P001, there are no such layers, or one is named twice.
+    """
+    if asked is None:
+        return None
+    try:
+        given = [index(asked)] if _is_number(asked) else [index(layer) for layer in asked]
+    except TypeError as error:
+        raise PlanError("EPLB-P001", problem=f"layers={asked!r} are no layer numbers: {error}") from error
+    if not given or given != sorted(set(given)) or given[0] < 0 or given[-1] >= num_layers:
+        problem = f"layers={given} must be ascending, each once, of {num_layers} layers"
+        raise PlanError("EPLB-P001", problem=problem)
+    return tuple(given)
+
+
+def rows_of(given: object, asked: Any, num_layers: int) -> object:
+    """Return the rows of a map that a rearrangement is about: it may have all rows, or just those.
+
+    Parameters
+    ----------
+    given : array_like
+        ``[num_physical_experts]`` of one layer; ``[number of layers asked, num_physical_experts]``; or of all layers.
+    asked : sequence of int, or int, or None
+        Layers; one that is a number goes with one row.
+    num_layers : int
+        Layers in all.
+    """
+    if asked is None:
+        return given
+    array = np.asarray(given)
+    if _is_number(asked):
+        return array[None] if array.ndim == 1 else array
+    layers = list(asked)
+    return array[layers] if array.ndim == 2 and len(array) == num_layers != len(layers) else array
+
+
+def _is_number(asked: Any) -> bool:
+    return hasattr(asked, "__index__") and not hasattr(asked, "__len__")
 
 
 def map_digest(array: npt.ArrayLike) -> bytes:

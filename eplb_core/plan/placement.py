@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -51,6 +51,24 @@ class PlacementPlan:
     layer_starts: IntArray
     local: IntArray
     duplicate: IntArray
+
+    def for_layers(self, numbers: Sequence[int], num_layers: int) -> PlacementPlan:
+        """Return the same moves as those of some layers of `num_layers`: the i-th becomes ``numbers[i]``, ascending."""
+        at, world_size = np.asarray(numbers, np.int64), self.world_size
+
+        def renumbered(copies: IntArray) -> IntArray:
+            layer, rank = np.divmod(copies[:, 0], world_size)
+            return frozen(np.column_stack([at[layer] * world_size + rank, copies[:, 1:]]))
+
+        starts = np.searchsorted(at, np.arange(num_layers + 1))
+        return replace(
+            self,
+            layers=tuple(at[list(self.layers)].tolist()),
+            layer=frozen(at[self.layer]),
+            layer_starts=frozen(self.layer_starts[starts]),
+            local=renumbered(self.local),
+            duplicate=renumbered(self.duplicate),
+        )
 
     @cached_property
     def pairs(self) -> IntArray:

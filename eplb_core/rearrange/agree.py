@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
 from eplb_core.arrays import IntArray
 from eplb_core.backend import Event
 from eplb_core.errors import EplbError, MetadataError, PlanError, error_for
+from eplb_core.errors.texts import describe
 from eplb_core.plan import PlacementPlan, check_maps, plan_moves
-from eplb_core.plan.maps import map_digest
+from eplb_core.plan.maps import map_digest, rows_of, which_layers
 from eplb_core.voting.vote import all_agree
 from eplb_core.wire.ballots import Ballot
 
@@ -33,15 +34,35 @@ class Proposal:
         The maps, checked.
     plan : PlacementPlan
         Their moves.
+    layers : tuple of int or None
+        The layers that the rows of the maps are of; None is all.
     """
 
     old: IntArray
     new: IntArray
     plan: PlacementPlan
+    layers: tuple[int, ...] | None = None
 
 
-def propose(epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Proposal | EplbError:
+def propose(
+    epoch: Epoch,
+    held: HeldPlacement,
+    old_map: npt.ArrayLike,
+    new_map: npt.ArrayLike,
+    asked: Any = None,
+) -> Proposal | EplbError:
     """Check memory and maps, and plan the moves; an error is returned, not raised: this rank's ballot carries it.
+
+    Parameters
+    ----------
+    epoch : Epoch
+        An epoch whose members have met.
+    held : HeldPlacement
+        What the rows hold.
+    old_map, new_map : array-like of int
+        As the host gave them.
+    asked : sequence of int, or int, or None
+        Layers that the maps are of, or the one layer; None is all.
 
     Notes
     -----
@@ -54,27 +75,31 @@ def propose(epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: 
         if replaced is not None:
             layer, tensor, problem = replaced
             raise MetadataError("EPLB-M007", key=(layer, tensor), rank=epoch.rank, problem=problem)
+        layers = which_layers(asked, layout.num_layers)
         old, new = check_maps(
-            old_map,
-            new_map,
-            num_layers=layout.num_layers,
+            rows_of(old_map, asked, layout.num_layers),
+            rows_of(new_map, asked, layout.num_layers),
+            num_layers=layout.num_layers if layers is None else len(layers),
             world_size=world_size,
             num_local_physical_experts=layout.num_local_physical_experts,
         )
-        differs = held.first_difference(old, members.members)
+        differs = held.first_difference(old, members.members, layers)
         if differs is not None:
-            layer, slot = differs
-            given, holds = int(old[layer, slot]), int(held.map[layer, slot])
+            row, slot = differs
+            layer = row if layers is None else layers[row]
+            given, holds = int(old[row, slot]), int(held.map[layer, slot])
             raise PlanError("EPLB-P008", rank=epoch.rank, layer=layer, slot=slot, held=holds, given=given)
         present = members.members if len(members.members) < world_size else None
         plan = plan_moves(old, new, world_size=world_size, members=present, nodes=epoch.nodes)
+        if layers is not None:
+            plan = plan.for_layers(layers, layout.num_layers)
     except EplbError as error:
         detail = f"{error.detail} Found by rank {epoch.rank}.".strip()
         return error_for(error.code, *error.values, detail=detail, **error.fields)
     except Exception as error:  # for instance from an array class of the host
-        problem = f"reading them failed with {type(error).__name__}: {error}"
+        problem = f"reading them failed with {describe(error)}"
         return error_for("EPLB-P001", problem=problem, detail=f"Found by rank {epoch.rank}.")
-    return Proposal(old, new, plan)
+    return Proposal(old, new, plan, layers)
 
 
 def agree(epoch: Epoch, proposal: Proposal | EplbError, torn: Callable[[EplbError], None]) -> Proposal:
@@ -132,8 +157,12 @@ def agree(epoch: Epoch, proposal: Proposal | EplbError, torn: Callable[[EplbErro
 def _compare(members: Members, proposal: Proposal, where: str) -> EplbError | None:
     """Compare this rank's maps with the first ones stored."""
     mine = {"old maps": map_digest(proposal.old).hex(), "new maps": map_digest(proposal.new).hex()}
+    if proposal.layers is not None:
+        mine["layers"] = ",".join(map(str, proposal.layers))
     rank, theirs = _first_maps(members, mine)
-    differing = [what for what, digest in mine.items() if theirs.get(what) != digest]
+    differing = [
+        what for what in sorted(mine.keys() | theirs.keys(), reverse=True) if theirs.get(what) != mine.get(what)
+    ]
     if not differing:
         return None
     detail = f"Rank {members.rank} and rank {rank} differ ({where}); nothing was moved."
@@ -161,6 +190,6 @@ def _observe(epoch: Epoch, members: Members, where: str) -> EplbError | None:
     except EplbError as error:
         return error
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = describe(error)
         return error_for("EPLB-T007", rank=epoch.rank, where=where, reason=reason)
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy.typing as npt
 
@@ -30,7 +30,13 @@ def connect(lives: Lives, state: CommunicatorState, timeout_s: float) -> None:
         link(epoch, all_pairs(members.members), others, timeout_s, f"connect/{epoch.connects}", always=True)
 
 
-def begin(lives: Lives, state: CommunicatorState, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Rearrangement:
+def begin(
+    lives: Lives,
+    state: CommunicatorState,
+    old_map: npt.ArrayLike,
+    new_map: npt.ArrayLike,
+    asked: Any = None,
+) -> Rearrangement:
     """Agree on a rearrangement; collective. See `Communicator.begin`."""
     state.check_usable()
     if state.open is not None:
@@ -49,9 +55,11 @@ def begin(lives: Lives, state: CommunicatorState, old_map: npt.ArrayLike, new_ma
     epoch.connects = 0
     state.entered(members.epoch, members.generation)
     with state.counts.phase("agree"):
-        proposal = _agree(lives, state, old_map, new_map)
+        proposal = _agree(lives, state, old_map, new_map, asked)
     plan = proposal.plan
-    state.held.agreed(f"{members.namespace}/{members.generation}", proposal.old, proposal.new, plan.layers)
+    state.held.agreed(
+        f"{members.namespace}/{members.generation}", proposal.old, proposal.new, plan.layers, proposal.layers
+    )
     with state.counts.phase("connect"), poisoning(lives, state, "connect"):
         link(epoch, plan.pairs, plan.peers(members.rank), epoch.timeout_s)
     rearrangement = Rearrangement(epoch, plan, state)
@@ -76,13 +84,19 @@ def poisoning(lives: Lives, state: CommunicatorState, where: str) -> Iterator[No
         raise
 
 
-def _agree(lives: Lives, state: CommunicatorState, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Proposal:
+def _agree(
+    lives: Lives,
+    state: CommunicatorState,
+    old_map: npt.ArrayLike,
+    new_map: npt.ArrayLike,
+    asked: Any,
+) -> Proposal:
     epoch = lives.epoch
     where = f"generation {epoch.entered[0].generation}, phase agree"
     try:
-        proposal = propose(epoch, state.held, old_map, new_map)
+        proposal = propose(epoch, state.held, old_map, new_map, asked)
         if isinstance(proposal, Proposal):
-            state.held.assume(proposal.old)
+            state.held.assume(proposal.old, proposal.layers)
         return agree(epoch, proposal, lambda error: state.poison(error, where))
     except StoreGone as gone:
         _lost(lives, state, gone, "agree")

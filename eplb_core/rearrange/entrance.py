@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from eplb_core.backend.toolkit import Deadline
 from eplb_core.control.hosts import Location, node_ids, why_unreachable
 from eplb_core.errors import EplbError, error_for
+from eplb_core.errors.texts import describe
 from eplb_core.rearrange import records, recovery
 from eplb_core.rearrange.epoch import Epoch
 from eplb_core.rearrange.link import all_pairs, error_of, exchange, note_linked, vote_on
@@ -178,7 +179,7 @@ class Entrance:
         try:
             self._held.roll_forward(content["forward"])
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = describe(error)
             raise error_for("EPLB-T006", layer="in doubt", rank=members.rank, reason=reason) from error
         recovery.publish_held(members, self._held)
         vote = members.vote("join", "connect, phase join")

@@ -100,12 +100,12 @@ class Epoch:
             host_landing=host_landing,
         )
         try:
-            self._build_backend(device_group, host_landing)
+            self._build_backend(device_group)
         except BaseException:
             self.landing.release()  # no peer is connected yet that could write there
             raise
 
-    def _build_backend(self, device_group: Any, host_landing: list[list[torch.Tensor]] | None) -> None:
+    def _build_backend(self, device_group: Any) -> None:
         setup = self.setup
         config, layout = setup.config, setup.layout
         self.context = BackendContext(
@@ -130,7 +130,7 @@ class Epoch:
         self.buffers = Buffers(
             rows=layout.rows,
             landing=self.landing.slots,
-            landing_rows=host_landing,
+            landing_rows=self.landing.rows,
             send_nbytes=max(geometry.nbytes_rows for geometry in layout.geometries),
         )
         self.local = self.hooks.register_buffers(self.buffers)

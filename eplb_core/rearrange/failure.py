@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from eplb_core.control.store import StoreGone
 from eplb_core.errors import EplbError, StoreLostError, error_for
+from eplb_core.errors.texts import describe
 from eplb_core.voting.departure import vanish
 from eplb_core.voting.vote import all_agree
 from eplb_core.wire.ballots import Ballot, Decision
@@ -152,4 +153,4 @@ class FailurePath:
 
 def refusal_of(error: Exception, rank: int, where: str) -> EplbError:
     """Make a typed error of any exception."""
-    return error_for("EPLB-T007", rank=rank, where=where, reason=f"{type(error).__name__}: {error}")
+    return error_for("EPLB-T007", rank=rank, where=where, reason=describe(error))

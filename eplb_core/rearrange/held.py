@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,9 @@ import numpy.typing as npt
 from eplb_core.arrays import IntArray
 from eplb_core.memory.commit import CommitCopies
 from eplb_core.plan.maps import check_maps, map_digest
+
+UNKNOWN = -2
+"""In a placement: nobody has told what this row holds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +52,8 @@ class HeldPlacement:
     world_size: int
     num_local: int
     map: IntArray = field(init=False)
-    """``[num_layers, world_size * num_local]``, -1 for an empty row or one of unknown content; without
-    columns as long as nothing is known."""
+    """``[num_layers, world_size * num_local]``, -1 for an empty row or one that no member has, `UNKNOWN` in layers that
+    no rearrangement named yet; without columns as long as nothing is known."""
     known: bool = field(default=False, init=False)
     """Was it agreed, reloaded, or learnt from other members? Until then `old_map` of the host is believed."""
     committed: list[int] = field(default_factory=list, init=False)
@@ -67,7 +70,7 @@ class HeldPlacement:
 
     def __post_init__(self) -> None:
         self.map = np.empty((self.num_layers, 0), dtype=np.int64)
-        self._new = self.map
+        self._new: IntArray | dict[int, IntArray] = self.map
 
     # --- a rearrangement's life --------------------------------------------------------------------------------------
 
@@ -75,24 +78,52 @@ class HeldPlacement:
         """Note that a rearrangement was asked for."""
         self.committed, self.decided = [], []
 
-    def assume(self, old: IntArray) -> None:
-        """Believe the host's map until a first rearrangement is agreed."""
+    def assume(self, old: IntArray, layers: Sequence[int] | None = None) -> None:
+        """Believe the host's map, of all layers or of some, until a first rearrangement is agreed."""
         if not self.known:
-            self.map = old.copy()
+            self._take(old, layers)
 
-    def agreed(self, rearrangement: str, old: IntArray, new: IntArray, moving: Iterable[int]) -> None:
-        """Note that all ranks agreed; layers that move nothing are on the new placement from now on."""
+    def agreed(
+        self,
+        rearrangement: str,
+        old: IntArray,
+        new: IntArray,
+        moving: Iterable[int],
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        """Note that all ranks agreed; layers that move nothing are on the new placement from now on.
+
+        Parameters
+        ----------
+        rearrangement : str
+            Its unique name.
+        old, new : IntArray
+            ``[num_layers, num_physical_experts]``, or a row for each of `layers`.
+        moving : iterable of int
+            Layers that move anything.
+        layers : sequence of int or None
+            The layers that it is about; None is all.
+        """
+        self._take(old, layers)
         self.known = True
         self.newcomers = set()
         self.rearrangement = rearrangement
-        self.map, self._new = old.copy(), new
-        still = np.ones(self.num_layers, dtype=bool)
-        still[list(moving)] = False
-        self.map[still] = new[still]
+        numbers = range(self.num_layers) if layers is None else layers
+        self._new = new if layers is None else dict(zip(layers, new, strict=True))
+        for layer in set(numbers).difference(moving):
+            self.map[layer] = self._new[layer]
         # A rank that lags is at most one rearrangement behind, for agreeing needs all.
         while len(self.history) > 1:
             del self.history[next(iter(self.history))]
         self.history[rearrangement] = []
+
+    def _take(self, old: IntArray, layers: Sequence[int] | None) -> None:
+        if layers is None:
+            self.map = old.copy()
+            return
+        if not self.known:
+            self.map = np.full((self.num_layers, old.shape[1]), UNKNOWN)
+        self.map[list(layers)] = old
 
     def note_decided(self, layer: int) -> None:
         """Note that a layer's decision is commit."""
@@ -139,12 +170,20 @@ class HeldPlacement:
 
     # --- among members -----------------------------------------------------------------------------------------------
 
-    def first_difference(self, old: IntArray, members: Iterable[int]) -> tuple[int, int] | None:
-        """Return the first (layer, slot) at which a map differs from what is held, newcomers left out."""
+    def first_difference(
+        self, old: IntArray, members: Iterable[int], layers: Sequence[int] | None = None
+    ) -> tuple[int, int] | None:
+        """Return the first (row, slot) at which a map, of all layers or of some, differs from what is held.
+
+        Notes
+        -----
+        Columns of newcomers are left out, and layers of which nothing is known.
+        """
         slots = self._slots(set(members) - self.newcomers)
         if not self.known or not len(slots):
             return None
-        wrong = np.argwhere(self.map[:, slots] != old[:, slots])
+        held = (self.map if layers is None else self.map[list(layers)])[:, slots]
+        wrong = np.argwhere((held != old[:, slots]) & (held != UNKNOWN))
         return None if len(wrong) == 0 else (int(wrong[0, 0]), int(slots[wrong[0, 1]]))
 
     def own_columns(self, rank: int) -> IntArray:

@@ -13,6 +13,9 @@ from eplb_core.plan.rules import TransferRules
 from eplb_core.voting.vote import Vote
 
 if TYPE_CHECKING:
+    import torch
+
+    from eplb_core.backend import MoveColumns
     from eplb_core.plan import PlacementPlan
     from eplb_core.rearrange.epoch import Epoch
     from eplb_core.rearrange.state import CommunicatorState
@@ -32,6 +35,8 @@ class MovingLayer:
         The vote on this layer.
     copies : CommitCopies
         The copies that commit it on this rank.
+    receives : MoveColumns or None
+        What lands on this rank, once it was planned.
     handle : object
         Handle that the backend's `transfer` returned.
     failure : BaseException or None
@@ -46,6 +51,7 @@ class MovingLayer:
     slot: int
     vote: Vote
     copies: CommitCopies = NOTHING
+    receives: MoveColumns | None = None
     handle: object = None
     failure: BaseException | None = None
     landed: bool = False
@@ -137,6 +143,7 @@ class MovingLayers:
         # Both ends must agree on this number, whatever each has started before; so it is computed, not counted.
         sequence = members.generation * len(epoch.setup.layout.geometries) + number
         plan = TransferPlan(members.generation, sequence, number, layer.slot, *share)
+        layer.receives = plan.receives
         layer.copies = commit_copies(
             epoch.setup.layout.row_views(number),
             epoch.setup.layout.geometries[number],
@@ -147,6 +154,14 @@ class MovingLayers:
         )
         self._state.nbytes_spare = epoch.landing.nbytes_spare
         layer.handle = epoch.hooks.transfer(plan)
+
+    def landed(self, layer: MovingLayer) -> list[tuple[int, int, torch.Tensor]]:
+        """Return what landed of a layer: (tensor, row, uint8 view)."""
+        receives = layer.receives
+        if receives is None or not len(receives):
+            return []
+        views = self._epoch.landing.landed_rows(layer.slot, receives)
+        return list(zip(receives.tensor.tolist(), receives.row.tolist(), views, strict=True))
 
     def note_decided(self, layer: MovingLayer) -> None:
         """Note, once and from any thread, that a layer is decided: it must be committed, whatever else happens."""

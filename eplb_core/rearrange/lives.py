@@ -14,13 +14,13 @@ from eplb_core.backend.toolkit import Deadline
 from eplb_core.control.process import ProcessIdentity
 from eplb_core.control.store import StoreClient, StoreGone
 from eplb_core.errors import EplbError, TransferError, error_for
+from eplb_core.errors.texts import describe
 from eplb_core.rearrange.entrance import Entrance
 from eplb_core.rearrange.epoch import Epoch
 from eplb_core.rearrange.retirement import Retirement
 from eplb_core.rearrange.setup import Setup, set_up
 from eplb_core.voting.meeting import Meeting
 from eplb_core.voting.operations import Refusal, perform
-from eplb_core.weights.host_landing import check_landing
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +82,8 @@ class Lives:
 
     def enter(self, timeout_s: float, *, everyone: bool) -> bool:
         """Meet the members of the current epoch; collective. False when they had met before."""
+        if self.epoch.retired:  # trimmed
+            self._build_next(self.epoch.asked, "connect")
         epoch, state = self.epoch, self._state
         if epoch.members is not None:
             return False
@@ -98,9 +100,13 @@ class Lives:
         control: ControlPlane | None,
         ranks: Sequence[int] | None,
         device_group: Any,
-        landing: Sequence[Sequence[torch.Tensor]] | None,
+        landing: Any,
     ) -> None:
         """End the current epoch and build the next; local. See `Communicator.rebuild`."""
+        self._state.check_open()
+        if self._state.invalid is not None:
+            problem = "the weights of this rank are invalid since a commit failed on it"
+            raise TransferError("EPLB-T009", problem=problem) from self._state.invalid
         members = self.epoch.asked if ranks is None else tuple(sorted({int(rank) for rank in ranks}))
         if self.rank not in members or not set(members) <= set(range(self.control.world_size)):
             problem = f"ranks={list(members)} must be ranks of the group, {self.rank} among them"
@@ -109,7 +115,7 @@ class Lives:
             raise TransferError("EPLB-T009", problem="the new control plane gives this rank another number")
         given = None
         if landing is not None:
-            given = check_landing(landing, self._setup.layout, staging_layers=self._setup.config.staging_layers)
+            given = self._setup.take_landing(landing)
         if control is not None and control is not self.control:
             control.claim(self._name)
             self.control.release(self._name)
@@ -119,11 +125,21 @@ class Lives:
         self.host_landing = self.host_landing if given is None else given
         self._device_group = self._device_group if device_group is None else device_group
         self._drop_client(another_store=control is not None)
+        self._build_next(members, "rebuild")
+
+    def trim(self) -> None:
+        """End the current epoch; the next is built when it is entered. See `Communicator.trim`."""
+        if not self.epoch.retired:
+            self._retirement.retire(self.epoch, host_landing=self.host_landing is not None, new_landing=False)
+            self._drop_client(another_store=False)
+            self._state.nbytes_spare = 0
+
+    def _build_next(self, members: Sequence[int], where: str) -> None:
         with self.telling_the_others(members):
             try:
                 self.epoch = self._build(members)
             except Exception as error:
-                self._state.poison(_typed(error, self.rank, "rebuild"), "rebuild")
+                self._state.poison(_typed(error, self.rank, where), where)
                 raise
 
     def take_backend(self, name: str) -> None:
@@ -139,6 +155,9 @@ class Lives:
             name=before.name,
         )
         self._setup = setup
+        if self.host_landing is not None and setup.backend_class.landing_layout != "rows":
+            logger.info("%s: the host's landing memory is not used: %s packs its own", before.name, setup.info.name)
+            self.host_landing = None
         self._state.take_backend(setup.info.name, setup.allocator)
 
     def finish(self) -> None:
@@ -249,4 +268,4 @@ def _dropped(lives: Lives, pid: int) -> None:
 def _typed(error: Exception, rank: int, where: str) -> EplbError:
     if isinstance(error, EplbError):
         return error
-    return error_for("EPLB-T007", rank=rank, where=where, reason=f"{type(error).__name__}: {error}")
+    return error_for("EPLB-T007", rank=rank, where=where, reason=describe(error))

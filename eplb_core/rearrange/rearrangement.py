@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from eplb_core.backend import Event
-from eplb_core.errors import CommitError, EplbError, PlanError
-from eplb_core.rearrange.failure import FailurePath
-from eplb_core.rearrange.layers import MovingLayer, MovingLayers
-from eplb_core.voting.departure import vanish
-from eplb_core.voting.vote import Vote, all_agree
+from eplb_core.errors import EplbError, PlanError
+from eplb_core.rearrange.giving_up import GivingUp
+from eplb_core.rearrange.layers import MovingLayers
+from eplb_core.rearrange.steps import LayerSteps, Voting
+from eplb_core.voting.vote import Vote
 from eplb_core.wire.ballots import Ballot, Decision
 
 if TYPE_CHECKING:
+    import torch
+
     from eplb_core.plan import PlacementPlan
     from eplb_core.rearrange.epoch import Epoch
     from eplb_core.rearrange.state import CommunicatorState
-
-Voting = Callable[[Vote, Ballot], Decision]
-"""Decides about a landed layer in another way: casts the ballot and returns the decision."""
 
 
 class Rearrangement:
@@ -44,9 +42,10 @@ class Rearrangement:
         self.layers = plan.layers
         self._epoch = epoch
         self._state = state
-        self._members, self._watch = epoch.entered
+        self._members, _ = epoch.entered
         self._moving = MovingLayers(epoch, plan, state)
-        self._failure = FailurePath(epoch, state, self._moving, lambda **told: self._tell("abort", **told))
+        self._steps = LayerSteps(epoch, state, self._moving)
+        self._giving_up = GivingUp(epoch, state, self._moving, self._steps.failure)
         self._next_stage = 0
 
     # --- the host's calls --------------------------------------------------------------------------------------------
@@ -75,10 +74,44 @@ class Rearrangement:
             self._check_stage(layer)
             self._stage(layer, voting=voting)
 
-    def commit(self, layer: int) -> None:
+    def landed(self, layer: int) -> list[tuple[int, int, torch.Tensor]]:
+        """Return what landed of a decided layer, for hosts that put rows in place themselves; local.
+
+        Parameters
+        ----------
+        layer : int
+            A layer that is decided, and neither committed nor discarded.
+
+        Returns
+        -------
+        list of (int, int, torch.Tensor)
+            Tensor, row of this rank, and the row's bytes, uint8 [nbytes], on the device where landing memory is; valid
+            until the layer is committed or discarded. Rows that this rank holds already are not among them, and an
+            expert that takes several rows is there once, for the lowest.
+
+        Raises
+        ------
+        PlanError
+            The layer is not decided, or committed already (EPLB-P004).
+        """
+        with self._state.committing():
+            self._state.check_open()
+            decided = self._moving.decided.get(layer)
+            if decided is None:
+                raise PlanError("EPLB-P004", problem=f"landed({layer}) of a layer that is not staged")
+            return self._moving.landed(decided)
+
+    def commit(self, layer: int, by_host: bool = False) -> None:
         """Copy a decided layer's rows into the live rows of this rank; local, on the caller's current stream.
 
         May be called from another thread than the one that stages the next layer, and after a later layer failed.
+
+        Parameters
+        ----------
+        layer : int
+            A decided layer.
+        by_host : bool
+            The host has put all rows of the layer in place itself (see `landed`): nothing is copied.
 
         Raises
         ------
@@ -89,7 +122,7 @@ class Rearrangement:
         """
         with self._state.committing():
             self._state.check_open()
-            self._commit(layer)
+            self._steps.commit(layer, by_host=by_host)
 
     def discard(self, layer: int) -> None:
         """Drop a decided layer instead of committing it; the same on every rank. Its rows stay as they are.
@@ -101,9 +134,48 @@ class Rearrangement:
         """
         with self._state.committing():
             self._state.check_open()
-            if self._moving.decided.pop(layer, None) is None:
-                raise PlanError("EPLB-P004", problem=f"discard({layer}) of a layer that is not staged")
-            self._state.held.note_discarded(layer)
+            self._giving_up.discard(layer)
+
+    def abort(self, reason: str) -> EplbError:
+        """Refuse the next layer on this rank, in place of its `stage`: a check of the host's own failed; collective.
+
+        Parameters
+        ----------
+        reason : str
+            What every rank is told.
+
+        Returns
+        -------
+        EplbError
+            What the other ranks' `stage` raises (EPLB-T007, or what another rank found first). The rearrangement is
+            over; layers decided before are the host's to commit or discard.
+
+        Raises
+        ------
+        PlanError
+            Every layer was staged, or the rearrangement is over (EPLB-P004).
+        """
+        with self._state.calling():
+            following = self._next
+            if following is None:
+                raise PlanError("EPLB-P004", problem="abort() when no layer is left to be staged")
+            return self._giving_up.refuse(following, reason)
+
+    def cancel(self) -> None:
+        """Give the rest up on every rank: drain, drop what no rank has committed, and end; collective, and no failure.
+
+        A layer that another rank has committed is committed here as well, inside this call; nothing of this
+        rearrangement is written after it. A rank that is inside `stage` meanwhile gets EPLB-T021, and cancels too. May
+        be called after a failure, and again.
+
+        Raises
+        ------
+        TransferError
+            A member is gone, or did not come.
+        """
+        with self._state.calling(), self._state.committing():
+            self._state.check_open()
+            self._giving_up.cancel(self._next, self._steps.commit)
 
     def end(self) -> None:
         """End the rearrangement, after every layer is committed.
@@ -129,7 +201,7 @@ class Rearrangement:
 
             def commit_before() -> None:
                 if before is not None:
-                    self._commit(before)
+                    self._steps.commit(before)
                     self._moving.start_next()
 
             try:
@@ -166,23 +238,13 @@ class Rearrangement:
 
     def give_up(self, number: int, error: EplbError) -> NoReturn:
         """Abort the next layer to be staged on every rank, drain, and raise; collective."""
-        self._failure.abandon(number, self._members.vote(str(number), f"layer {number}, phase vote").abort(error), None)
+        self._giving_up.abandon(number, error)
 
     def tally(self, number: int, ballots: Mapping[int, Ballot]) -> Decision:
         """Decide about a layer by the ballots of all members, after the observers of this rank have seen them."""
-        if self._epoch.hooks.observed:
-            shown: dict[str, dict[int, bytes]] = {}
-            for rank, ballot in ballots.items():
-                for name, value in ballot.evidence.items():
-                    shown.setdefault(name, {})[rank] = value
-            try:
-                self._epoch.hooks.observe(self._event("tally", number, evidence=shown))
-            except Exception as error:
-                refusal = self._watch.diagnose(error, self._moving.started[number].vote, f"layer {number}, phase vote")
-                return Decision(False, self._members.rank, refusal.error, refusal.fatal)
-        return all_agree(self._members.rank)(ballots)
+        return self._steps.tally(number, ballots)
 
-    # --- steps of a layer --------------------------------------------------------------------------------------------
+    # --- in which order ----------------------------------------------------------------------------------------------
 
     def _check_stage(self, layer: int) -> None:
         self._state.check_usable()
@@ -198,89 +260,30 @@ class Rearrangement:
             raise PlanError("EPLB-P004", problem=problem)
 
     def _stage(self, number: int, *, meanwhile: Callable[[], None] | None = None, voting: Voting | None = None) -> None:
-        layer, counts = self._moving.prepare(number), self._state.counts
-        with self._failure.guard(layer, self._following()):
-            self._moving.start(layer)
-            if self._moving.slot_is_free:
-                self._moving.start_next()
-            self._watch.attend(layer.vote)
-            self._land(layer)
-            with counts.phase("vote"):
-                ballot = Ballot(True, evidence=self._evidence(layer))
-                if voting is None:
-                    layer.vote.cast(ballot, lambda ballots: self.tally(layer.number, ballots))
-        if meanwhile is not None:
-            try:
-                meanwhile()
-            except CommitError:
-                raise
-            except BaseException as interrupt:  # only Ctrl-C: exceptions of observers are logged at a commit
-                self._failure.interrupted(layer, interrupt)
-                raise
-        with self._failure.guard(layer, self._following()), counts.phase("vote"):
-            decision = self._watch.decide(layer.vote) if voting is None else voting(layer.vote, ballot)
-        if not decision.commit:
-            self._failure.abandon(number, decision, None)
-        self._moving.note_decided(layer)
+        self._steps.stage(number, self._following(), meanwhile=meanwhile, voting=voting)
         self._next_stage += 1
+
+    @property
+    def _next(self) -> int | None:
+        """The layer to be staged next; None when there is none, or the rearrangement is over."""
+        if self._state.open is not self or self._next_stage >= len(self.layers):
+            return None
+        return self.layers[self._next_stage]
 
     def _following(self) -> int | None:
         """Return the layer after the one being staged, or None."""
         after = self.layers[self._next_stage + 1 : self._next_stage + 2]
         return after[0] if after else None
 
-    def _land(self, layer: MovingLayer) -> None:
-        """Wait for a layer's rows."""
-        if layer.failure is not None:
-            raise layer.failure
-        counts = self._state.counts
-        layer.phase = "wait"
-        with counts.phase("wait"):
-            receipt = self._epoch.hooks.wait(layer.handle, self._epoch.timeout_s)
-        layer.landed = True
-        layer.phase = "vote"
-        counts.nbytes_received += receipt.nbytes_received
-        counts.nbytes_sent += receipt.nbytes_sent
-        counts.nbytes_local += layer.copies.nbytes_local
-
-    def _evidence(self, layer: MovingLayer) -> Mapping[str, bytes]:
-        return self._epoch.hooks.observe(self._event("vote", layer.number)) if self._epoch.hooks.observed else {}
-
-    # --- the end of a layer ------------------------------------------------------------------------------------------
-
     def commit_decided(self) -> None:
         """Commit the layers that are decided and not yet committed."""
         for number in list(self._moving.decided):
-            self._commit(number)
+            self._steps.commit(number)
 
     def let_go(self) -> None:
         """Drop references to memory."""
         self._moving.started.clear()
         self._moving.decided.clear()
-
-    def _commit(self, number: int) -> None:
-        # It leaves the list first, so that it is copied once whatever happens, a signal handler or a failed copy.
-        layer = self._moving.decided.pop(number, None)
-        if layer is None:
-            raise PlanError("EPLB-P004", problem=f"commit({number}) without stage({number})")
-        self._moving.copying[number] = layer
-        state = self._state
-        with state.counts.phase("commit"):
-            try:
-                layer.copies.run()
-                state.slot_events[layer.slot] = self._epoch.setup.streams.mark()
-            except BaseException as error:  # Ctrl-C in the middle of a copy leaves the layer torn as well
-                reason = f"{type(error).__name__}: {error}"
-                dead = CommitError("EPLB-T006", layer=number, rank=self._epoch.rank, reason=reason)
-                vanish(self._members)
-                self._moving.decided.clear()  # copies that were made in part cannot be repeated
-                state.invalid = dead
-                state.poison(dead, f"layer {number}, phase commit")
-                raise dead from error
-            finally:
-                del self._moving.copying[number]
-        state.held.note_committed(number)
-        self._tell("commit", number)
 
     def _end(self) -> None:
         self._state.check_open()
@@ -289,10 +292,3 @@ class Rearrangement:
             raise PlanError("EPLB-P004", problem=f"end() before layer(s) {left} were staged and committed")
         self._members.keys.forget_later(self._moving.votes)
         self._state.ended(self)
-
-    def _tell(self, kind: Any, layer: int, **more: Any) -> None:
-        self._epoch.hooks.tell(self._event(kind, layer, **more))
-
-    def _event(self, kind: Any, layer: int, ok: bool = True, reason: str = "", evidence: Any = None) -> Event:
-        members = self._members
-        return Event(kind, members.name, members.epoch, members.generation, layer, ok, reason, evidence or {})

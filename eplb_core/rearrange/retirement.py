@@ -72,6 +72,9 @@ class Retirement:
 
     def leave(self, epoch: Epoch, *, unclean: bool, force: bool, wait_s: float, hosts_store: bool) -> None:
         """Close the backend, tell the others, give the memory back; a step that fails does not stop the later ones."""
+        if epoch.retired and self._state.poisoned is None:  # it was trimmed, and has left already
+            epoch.setup.layout.let_go()
+            return
         safe = self._close_backend(epoch, force=unclean)
         members = epoch.members
         if members is not None:

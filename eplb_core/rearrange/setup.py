@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import BaseModel, ValidationError
 
@@ -16,8 +16,13 @@ from eplb_core.discovery.load import load_target
 from eplb_core.discovery.select import resolve, select
 from eplb_core.discovery.select_staging import build_allocator
 from eplb_core.errors import ConfigError, DiscoveryError, EplbError
+from eplb_core.errors.texts import describe
 from eplb_core.memory.streams import Streams
+from eplb_core.weights.host_landing import take_landing
 from eplb_core.weights.layout import Layout
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +63,17 @@ class Setup:
     streams: Streams
     allocator: StagingAllocator
     observers: Sequence[object]
+
+    def take_landing(self, given: Any) -> list[list[torch.Tensor]] | None:
+        """Return a host's own landing rows, checked; see `eplb_core.weights.host_landing.take_landing`."""
+        return take_landing(
+            given,
+            self.layout,
+            name=self.name,
+            backend=self.info.name,
+            landing_layout=self.backend_class.landing_layout,
+            staging_layers=self.config.staging_layers,
+        )
 
     @property
     def label(self) -> str:
@@ -114,6 +130,9 @@ def set_up(
     if getattr(cls, "landing_layout", None) not in ("rows", "packed_by_peer"):
         reason = f"{info.target} must declare landing_layout as 'rows' or 'packed_by_peer'"
         raise DiscoveryError("EPLB-D003", backend=info.name, reason=reason)
+    if info.landing_layout not in (None, cls.landing_layout):
+        reason = f"its entry declares landing_layout={info.landing_layout!r}, {info.target} {cls.landing_layout!r}"
+        raise DiscoveryError("EPLB-D003", backend=info.name, reason=reason)
     if getattr(cls, "landing_device", None) not in ("weights", "host"):
         reason = f"{info.target} must declare landing_device as 'weights' or 'host'"
         raise DiscoveryError("EPLB-D003", backend=info.name, reason=reason)
@@ -123,7 +142,7 @@ def set_up(
         except EplbError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = describe(error)
             raise DiscoveryError("EPLB-D004", backend=info.name, reason=reason, detail=info.install_hint) from error
     return Setup(
         name=name,

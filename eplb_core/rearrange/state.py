@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from eplb_core.errors import CommitError, EplbError, PlanError, PoisonedError, TransferError, error_for
 from eplb_core.rearrange.counts import Counts
 from eplb_core.rearrange.held import HeldPlacement
@@ -155,6 +157,12 @@ class CommunicatorState:
             remedy = "Call rebuild(timeout_s, ranks=...) on all survivors, or close(force=True)."
             raise PoisonedError("EPLB-T004", name=self.name, where=where, reason=error, detail=remedy) from error
 
+    def check_between(self, call: str) -> None:
+        """Raise when it is closed, or a rearrangement is open (EPLB-P004)."""
+        self.check_open()
+        if self.open is not None or self.held.decided:
+            raise PlanError("EPLB-P004", problem=f"{call} before the open rearrangement was ended")
+
     # --- who is inside -----------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -201,7 +209,7 @@ class CommunicatorState:
         held, counts = self.held, self.counts
         return RearrangeReport(
             committed_layers=tuple(sorted(held.committed)),
-            physical_to_logical_map=held.map.copy(),
+            physical_to_logical_map=np.maximum(held.map, -1),
             nbytes_received=counts.nbytes_received,
             nbytes_sent=counts.nbytes_sent,
             nbytes_local=counts.nbytes_local,

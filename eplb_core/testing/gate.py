@@ -130,6 +130,8 @@ def what_it_lacks(info: BackendInfo) -> str:
     for attribute, known in (("landing_layout", ("rows", "packed_by_peer")), ("landing_device", ("weights", "host"))):
         if getattr(cls, attribute, None) not in known:
             return f"{attribute} must be one of {known}"
+    if info.landing_layout not in (None, cls.landing_layout):
+        return f"its BackendInfo declares landing_layout={info.landing_layout!r}, {info.target} {cls.landing_layout!r}"
     return ""
 
 

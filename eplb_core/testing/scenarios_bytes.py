@@ -101,7 +101,8 @@ def lands_in_the_hosts_memory(stage: Stage, subject: Subject) -> None:
     maps = shuffles(3, 3, stage.world_size, 4)
     model = Model(stage.rank, 4, [[64, 32]] * 3, subject.device_type)
     model.fill(maps[0])
-    landing = [[torch.empty_like(tensor) for tensor in model.weights[0]] for _ in range(2)]
+    slot = [torch.empty_like(tensor) for tensor in model.weights[0]]
+    landing = [slot]  # of two; the core adds the other
     with communicator(stage, subject, model.weights, name="landing of its own") as comm:
         comm.rearrange(maps[0], maps[1])
         comm.rearrange(maps[1], maps[0])

@@ -11,6 +11,7 @@ import numpy as np
 
 from eplb_core.backend import Cancelled, TransferPlan
 from eplb_core.errors import EplbError
+from eplb_core.errors.texts import describe
 from eplb_core.observers.base import Observer, Step, StepName
 from eplb_core.testing.early import building
 from eplb_core.testing.exchange import Exchange, communicator
@@ -153,7 +154,7 @@ def gives_up_when_told(stage: Stage, subject: Subject, cancelled: Cancelled) -> 
             with stage.inside(f"wait(timeout_s={_LIMIT_S:g})", judged=True):
                 exchange.hooks.wait(handle, _LIMIT_S)
         except Exception as error:
-            story |= {"error": f"{type(error).__name__}: {error}", "typed": isinstance(error, EplbError)}
+            story |= {"error": describe(error), "typed": isinstance(error, EplbError)}
         else:
             # A backend that reads live rows may be done by then; then the rows are there.
             story["missing"] = exchange.missing(plan)
@@ -163,7 +164,7 @@ def gives_up_when_told(stage: Stage, subject: Subject, cancelled: Cancelled) -> 
             exchange.backend.abort(handle, "the kit aborts")
             exchange.pump(0.1)
         except Exception as error:
-            story |= {"afterwards": f"{type(error).__name__}: {error}", "typed": isinstance(error, EplbError)}
+            story |= {"afterwards": describe(error), "typed": isinstance(error, EplbError)}
         stage.say("rank 0 is done")
         return story
 

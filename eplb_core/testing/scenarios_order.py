@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from eplb_core.errors import DiscoveryError
+from eplb_core.errors.texts import describe
 from eplb_core.testing.exchange import Exchange, communicator
 from eplb_core.testing.expectation import Unmet, expect, expecting, reach, told
 from eplb_core.testing.model import Model, shuffles
@@ -162,7 +163,7 @@ def runs_beside_the_engine(stage: Stage, subject: Subject) -> None:
         try:
             comm.rearrange(old, new)
         except Exception as error:
-            problems.append(f"{type(error).__name__}: {error}")
+            problems.append(describe(error))
 
     with communicator(stage, subject, model.weights) as comm:
         comm.rearrange(maps[2], maps[0])

@@ -10,6 +10,7 @@ from eplb_core.backend import Cancelled
 from eplb_core.backend.toolkit import Deadline
 from eplb_core.control.store import StoreGone
 from eplb_core.errors import EplbError, PeerLostError, StalledError, TransferError, error_for
+from eplb_core.errors.texts import describe
 from eplb_core.voting.members import Members
 from eplb_core.voting.operations import Refusal
 from eplb_core.voting.vote import Vote
@@ -159,7 +160,7 @@ class Diagnosis:
             time.sleep(1e-3)
         rank = self._members.rank
         if not isinstance(error, EplbError):
-            reason = f"{type(error).__name__}: {error}"
+            reason = describe(error)
             return Refusal(error_for("EPLB-T007", rank=rank, where=where, reason=reason), fatal=False)
         seen = f"Seen by rank {rank} in {where}."
         detail = f"{error.detail} {seen}" if error.detail else f"({seen})"  # the text may end without a full stop

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -10,21 +12,67 @@ from eplb_core.errors import ConfigError
 from eplb_core.weights.layout import Layout, _key, _listed
 from eplb_core.weights.tensor import overlapping, spans_of, view_rows
 
+IF_POSSIBLE = "if possible"
+
+logger = logging.getLogger("eplb_core")
+
+
+def take_landing(
+    given: Any, layout: Layout, *, name: str, backend: str, landing_layout: str, staging_layers: int
+) -> list[list[torch.Tensor]] | None:
+    """Return a host's own landing rows, checked; None where the core's own memory is used.
+
+    Parameters
+    ----------
+    given : sequence of sequence of torch.Tensor, or ("if possible", such a sequence), or None
+        At most `staging_layers` slots; see `check_landing`. With "if possible", rows that the backend or the layers
+        cannot use are left unused, and why is logged.
+    layout : Layout
+        The registered tensors.
+    name, backend : str
+        Names of the communicator and of its backend.
+    landing_layout : str
+        Declared by the backend.
+    staging_layers : int
+        Slots that the communicator needs.
+
+    Raises
+    ------
+    ConfigError
+        The rows do not fit, or the backend packs its landing memory (EPLB-C010).
+    """
+    if given is None:
+        return None
+    optional = isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str) and given[0] == IF_POSSIBLE
+    if isinstance(given, str):
+        raise _unfit("landing", f"it is {given!r} without rows: give ({IF_POSSIBLE!r}, rows)")
+    try:
+        if landing_layout != "rows":
+            raise ConfigError("EPLB-C010", problem=f"landing= was given, and {backend} packs its landing memory")
+        rows = check_landing(given[1] if optional else given, layout, most_slots=staging_layers)
+    except ConfigError as error:
+        if not optional:
+            raise
+        logger.info("%s: the host's landing memory is not used: %s", name, error.fields["problem"])
+        return None
+    logger.info("%s: %d of %d landing slots are the host's own", name, len(rows), staging_layers)
+    return rows
+
 
 def check_landing(
-    landing: Sequence[Sequence[torch.Tensor]], layout: Layout, *, staging_layers: int | None = None
+    landing: Sequence[Sequence[torch.Tensor]], layout: Layout, *, most_slots: int | None = None
 ) -> list[list[torch.Tensor]]:
-    """Check a host's own landing memory and view it as uint8 rows, ``[staging_layers][num_tensors]``; else EPLB-C010.
+    """Check a host's own landing memory and view it as uint8 rows, ``[num_slots][num_tensors]``; else EPLB-C010.
 
     Notes
     -----
     Tensors are dense like weights, all on the weights' device or all on the CPU. Each has as many rows, of as many
-    bytes, as the weight of that index in **every** layer; dtype and shape are free. ``staging_layers`` None takes the
-    number given.
+    bytes, as the weight of that index in **every** layer; dtype and shape are free. ``most_slots`` None takes any
+    number of slots.
     """
     slots = _listed(landing, "landing", _unfit)
-    if staging_layers is not None and len(slots) != staging_layers:
-        raise _unfit("landing", f"it has {len(slots)} slots where staging_layers is {staging_layers}")
+    if most_slots is not None and not 1 <= len(slots) <= most_slots:
+        raise _unfit("landing", f"it has {len(slots)} slots where staging_layers is {most_slots}")
     views: list[list[torch.Tensor]] = []
     for slot, values in enumerate(slots):
         tensors = _listed(values, f"landing slot {slot}", _unfit)

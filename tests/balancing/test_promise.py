@@ -277,7 +277,7 @@ def executed(vote, store, until=None):
 
 def test_a_layer_is_committed_at_the_latest_promise_of_all_and_not_before():
     books, store = [PromiseBook(), PromiseBook()], {}
-    books[1].begin_step()
+    books[1].begin_step(1)
     first = executed(LayerVote(books[0], "layer", 0, (0, 1)), store, until="wait_ready")
     executed(LayerVote(books[1], "layer", 1, (0, 1)), store, until="wait_decision")
     executed(first, store)
@@ -292,7 +292,7 @@ def test_a_layer_is_committed_at_the_latest_promise_of_all_and_not_before():
 def test_the_worker_sees_a_layer_as_due_until_its_copies_are_enqueued():
     book = PromiseBook(1)
     book.learn("layer", Outcome(1, 0))
-    book.begin_step()
+    book.begin_step(1)
     assert book.look() == (None, ["layer"])
     assert book.due == {"layer": 1}
     book.committed("layer")
@@ -301,8 +301,7 @@ def test_the_worker_sees_a_layer_as_due_until_its_copies_are_enqueued():
 
 def test_an_engine_that_is_past_the_step_says_so():
     book = PromiseBook()
-    for _ in range(3):
-        book.begin_step()
+    book.begin_step(3)
     with pytest.raises(TransferError, match="was to be committed in step 2, and this rank is in step 3") as error:
         book.learn("layer", Outcome(2, 0))
     assert error.value.code == "EPLB-T020"

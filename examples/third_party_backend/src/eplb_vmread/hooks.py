@@ -16,6 +16,7 @@ def eplb_register_backends() -> BackendInfo:
         summary="single-copy reads of a peer's memory on one host (process_vm_readv)",
         api_version=API_VERSION,
         target="eplb_vmread.backend:VmReadBackend",
+        landing_layout="rows",
         options="eplb_vmread.options:VmReadOptions",
         async_safe=True,
         device_types=("cpu",),

@@ -33,6 +33,7 @@ def eplb_register_backends() -> BackendInfo:
         summary="point to point over gloo (TCP); device tensors are staged through host memory",
         api_version=API_VERSION,
         target="eplb_gloo.backend:GlooBackend",
+        landing_layout="packed_by_peer",
         options="eplb_gloo.options:GlooOptions",
         async_safe=True,
         device_types=("*",),

@@ -29,6 +29,7 @@ def eplb_register_backends() -> BackendInfo:
         summary="torch.distributed point to point over the host's device_group (NCCL; any group for CPU tensors)",
         api_version=API_VERSION,
         target="eplb_nccl.backend:TorchNcclBackend",
+        landing_layout="rows",
         options="eplb_nccl.options:TorchNcclOptions",
         async_safe=False,
         async_reason="NCCL multi-stream conflicts",

@@ -18,6 +18,7 @@ def eplb_register_backends() -> BackendInfo:
         summary="one-sided NIXL reads from live weights (or from send buffers) over UCX",
         api_version=API_VERSION,
         target="eplb_nixl.backend:NixlBackend",
+        landing_layout="rows",
         options="eplb_nixl.options:NixlOptions",
         async_safe=True,
         label=LABEL,

@@ -16,6 +16,7 @@ def eplb_register_backends() -> BackendInfo:
         summary="grouped ncclSend/ncclRecv through nccl4py (or CuPy), on a communicator of its own",
         api_version=API_VERSION,
         target="eplb_pynccl.backend:PyNcclBackend",
+        landing_layout="rows",
         options="eplb_pynccl.options:PyNcclOptions",
         async_safe=False,
         async_reason="NCCL multi-stream conflicts",
