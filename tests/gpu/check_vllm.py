@@ -38,7 +38,7 @@ def serve(rank: Any, device: str, communicator: str) -> dict[str, Any]:
     config = eplb.EPLBConfig(communicator=communicator, timeout_s=20, staging_layers=1)
     landing = [buffer] if communicator == "nixl" else None
     comm = eplb.Communicator(config, weights, rank.control(), landing=landing)
-    mover = Mover(comm, weights, rank.rank)
+    mover = Mover(comm, weights)
 
     engine_stream = torch.cuda.Stream() if cuda else None
     worker_stream = torch.cuda.Stream() if cuda else None

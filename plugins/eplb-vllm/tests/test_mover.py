@@ -31,7 +31,7 @@ class Member:
         self.weights = [[torch.from_numpy(row[self.mine])[:, None].repeat(1, 500)] for row in self.old]
         config = eplb.EPLBConfig(communicator="torch_gloo", timeout_s=3.0)
         self.comm = eplb.Communicator(config, self.weights, rank.control(), observers=list(observers))
-        self.mover = Mover(self.comm, self.weights, rank.rank)
+        self.mover = Mover(self.comm, self.weights)
 
     def stage(self, layer: int, tensors: list[torch.Tensor] | None = None):
         return self.mover.stage(layer, self.old[layer], self.new[layer], tensors or self.weights[layer])

@@ -101,14 +101,13 @@ class CoreCommunicator(EplbCommunicator):
             device_group=coordinator.device_group,
             options=settings.options,
             observers=[self.stats],
-            landing=landing,
+            landing=None if landing is None else ("if possible", landing),
             tensor_names=tensor_names(expert_weights, layers),
             name=name,
         )
         self.mover = Mover(
             comm,
             expert_weights,
-            control.rank,
             lambda: None if landing is None else [[torch.empty_like(t) for t in slot] for slot in landing],
         )
         self._exporter = _exporter()
@@ -202,12 +201,7 @@ def _landing(
 
 
 def _fits(info: Any, expert_weights: Sequence[Tensors], expert_buffer: Tensors) -> bool:
-    from importlib import import_module
-
-    module, _, name = info.target.partition(":")
-    if getattr(import_module(module), name).landing_layout != "rows":
-        return False
-    return all(
+    return info.landing_layout == "rows" and all(
         len(layer) == len(expert_buffer)
         and all(
             (tensor.shape, tensor.stride(), tensor.dtype) == (row.shape, row.stride(), row.dtype)

@@ -37,8 +37,6 @@ class Cycle:
     failure: Exception | None = None
     staged: int | None = None
     """The layer that is staged, and neither committed nor dropped."""
-    stages: int = 0
-    """How many layers were staged."""
     left: int = 0
     """How many that move are neither committed nor dropped."""
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core.errors import CommitError, TransferError, error_for
+from eplb_core.errors import CommitError, TransferError
 from eplb_vllm.cycle import Cycle, IntArray, RearrangeFailedError
 
 if TYPE_CHECKING:
@@ -65,8 +65,6 @@ class Mover:
         Over the model's expert weights.
     weights : sequence of sequence of torch.Tensor
         ``[num_moe_layers][num_tensors]``, as they were registered.
-    rank : int
-        This rank.
     fresh_landing : callable
         Makes new landing rows for a rebuild that cannot have the old ones, or None where the core has its own.
     """
@@ -75,11 +73,9 @@ class Mover:
         self,
         comm: Communicator,
         weights: Sequence[Tensors],
-        rank: int,
         fresh_landing: Callable[[], Sequence[Tensors] | None] = lambda: None,
     ) -> None:
         self.comm = comm
-        self._rank = rank
         self._fresh_landing = fresh_landing
         self._memory = [[_memory(tensor) for tensor in layer] for layer in weights]
         self._cycle: Cycle | None = None
@@ -142,7 +138,7 @@ class Mover:
         try:
             self.cancel()
             self._make_usable()
-            self._begun(cycle, self._begin_layer(layer, old_row, new_row))
+            self._begun(cycle, self.comm.begin(old_row, new_row, layer=layer))
         except Exception as error:
             cycle.failure = error
         self._cycle = cycle
@@ -165,9 +161,8 @@ class Mover:
             cycle.staged = None
         problem = self._moved(layer, tensors)
         if problem is not None:
-            self._refuse(gen, layer, problem)
+            raise gen.abort(problem)
         gen.stage(layer)
-        cycle.stages += 1
         cycle.staged = layer
 
     # --- on vLLM's main thread ---------------------------------------------------------------------------------------
@@ -191,14 +186,24 @@ class Mover:
             cycle.gen = None
 
     def cancel(self) -> None:
-        """Drop what is open, uncommitted; no row is written. Called on every rank, at the same layer."""
+        """Drop what is open, uncommitted; no row is written. Collective, at the same layer on every rank.
+
+        Raises
+        ------
+        EplbError
+            A member is gone, or did not come. Nothing is open afterwards all the same.
+        """
         cycle, self._cycle = self._cycle, None
         if cycle is None or cycle.gen is None:
             return
-        if cycle.failure is None:
-            self._drop_the_rest(cycle)
-        elif cycle.staged is not None:  # over, but for a layer that every rank has dropped
-            cycle.gen.discard(cycle.staged)
+        gen, staged = cycle.gen, cycle.staged
+        try:
+            if cycle.failure is None:
+                gen.cancel()
+                staged = None
+        finally:
+            if staged is not None:  # it is over, and no rank commits this layer: vLLM has dropped it on all of them
+                gen.discard(staged)
 
     def rearrange(self, old: npt.ArrayLike, new: npt.ArrayLike, weights: Sequence[Tensors]) -> None:
         """Bring all layers from one placement to another; collective and synchronous.
@@ -226,7 +231,7 @@ class Mover:
                 (problem for layer in gen.layers if (problem := self._moved(layer, weights[layer])) is not None), None
             )
             if problem is not None:
-                self._refuse(gen, gen.layers[0], problem)
+                raise gen.abort(problem)
             gen.run()
         except Exception as error:
             holds = self.comm.report.physical_to_logical_map if begun else old
@@ -242,35 +247,6 @@ class Mover:
         self.comm.close(force=force)
 
     # --- what both need ----------------------------------------------------------------------------------------------
-
-    def _begin_layer(self, layer: int, old_row: IntArray, new_row: IntArray) -> Rearrangement:
-        """Agree on one layer alone. vLLM says what its rows hold; the others do not move."""
-        held = self.comm.report.physical_to_logical_map
-        shape = (len(self._memory), len(old_row))
-        old = held.copy() if held.shape == shape else np.full(shape, -1, dtype=np.int64)
-        if held.shape != shape or not np.array_equal(old[layer], old_row):
-            old[layer] = old_row
-            self.comm.reloaded(old)
-        new = old.copy()
-        new[layer] = new_row
-        return self.comm.begin(old, new)
-
-    def _drop_the_rest(self, cycle: Cycle) -> None:
-        """End a rearrangement without committing what is left, on every rank."""
-        gen = cycle.gen
-        if gen is None:
-            return
-        if cycle.staged is not None:
-            gen.discard(cycle.staged)
-        for layer in gen.layers[cycle.stages :]:
-            gen.stage(layer)
-            gen.discard(layer)
-        gen.end()
-
-    def _refuse(self, gen: Rearrangement, layer: int, problem: str) -> NoReturn:
-        """Abort the next layer on every rank; the error says why."""
-        where = f"layer {layer}, phase transfer"
-        gen.give_up(layer, error_for("EPLB-T007", rank=self._rank, where=where, reason=problem))
 
     def _make_usable(self) -> None:
         if self.comm.poisoned is None:

@@ -14,6 +14,7 @@ from vllm.distributed.eplb.rebalance_execute import (
 )
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed
 
+from eplb_core.errors import EplbError
 from eplb_vllm.communicator import CoreCommunicator
 from eplb_vllm.cycle import RearrangeFailedError
 from eplb_vllm.mover import CoreTransfer
@@ -201,7 +202,10 @@ def drain_async(original: Original, self: Any) -> None:
     original(self)
     for model_state in self.model_states.values():
         if isinstance(model_state.communicator, CoreCommunicator):
-            model_state.communicator.mover.cancel()
+            try:
+                model_state.communicator.mover.cancel()
+            except EplbError as error:
+                model_state.communicator.failed(error, "What was drained is dropped; the next rearrangement rebuilds.")
 
 
 def update_communicator(original: Original, self: Any, model_config: Any, communicator: Any) -> None:
