@@ -72,18 +72,18 @@ def update_expert_weights(
     EplbError
         The layers of ``comm.report.committed_layers`` have moved on every rank, the others on none.
     """
-    layers = sorted(routed_experts_weights_of_layer)
-    old = held_rows(old_expert_location_metadata, layers)
-    new = old.copy()
+    chunk = sorted(update_layer_ids)
+    if not chunk:
+        return {}
+    numbers = {layer: number for number, layer in enumerate(sorted(routed_experts_weights_of_layer))}
+    old, new = held_rows(old_expert_location_metadata, chunk), held_rows(new_expert_location_metadata, chunk)
     missing: dict[int, tuple[int, ...]] = {}
-    for layer in update_layer_ids:
-        row = layers.index(layer)
-        new[row] = new_expert_location_metadata.physical_to_logical_map_cpu[layer].numpy()
-        nowhere = ~np.isin(new[row], old[row])
+    for layer, old_row, new_row in zip(chunk, old, new, strict=True):
+        nowhere = ~np.isin(new_row, old_row)
         if nowhere.any():
-            missing[layer] = tuple(np.unique(new[row][nowhere]).tolist())
-            new[row][nowhere] = -1  # an empty slot: nothing moves there
-    comm.rearrange(old, new)
+            missing[layer] = tuple(np.unique(new_row[nowhere]).tolist())
+            new_row[nowhere] = -1  # an empty slot: nothing moves there
+    comm.begin(old, new, layers=[numbers[layer] for layer in chunk]).run()
     return missing
 
 
