@@ -44,7 +44,9 @@ class Said(logging.Handler):
 
 def serve(rank, world, port, core, use_async, steps):
     said = Said()
-    logging.getLogger("vllm.plugins.eplb_vllm").addHandler(said)
+    logger = logging.getLogger("vllm.plugins.eplb_vllm")
+    logger.addHandler(said)
+    logger.setLevel(logging.INFO)  # which vLLM's entry points do for all of "vllm"
     config = engines.configuration(core, use_async=use_async)
     with engines.groups(rank, world, port, config):
         engine = engines.Engine(config, rank, world)
