@@ -35,6 +35,8 @@ class Cycle:
     first: int = 0
     gen: Rearrangement | None = None
     failure: Exception | None = None
+    told: bool = False
+    """Was a layer answered with the failure?"""
     staged: int | None = None
     """The layer that is staged, and neither committed nor dropped."""
     left: int = 0

@@ -36,11 +36,14 @@ class CoreTransfer:
         Index of the layer.
     error : Exception or None
         The rearrangement failed: the layer keeps its placement on every rank, and so do all later ones.
+    is_first : bool
+        Is it the first layer with that error?
     """
 
     mover: Mover
     layer: int
     error: Exception | None = None
+    is_first: bool = False
 
     def commit(self) -> None:
         """Copy what landed into the live rows of this rank.
@@ -131,7 +134,10 @@ class Mover:
                 if layer in self.comm.report.decided_layers:  # every rank commits it; the failure is the next one's
                     cycle.staged = layer
                     return CoreTransfer(self, layer)
-        return CoreTransfer(self, layer, cycle.failure)
+        if cycle.failure is None:
+            return CoreTransfer(self, layer)
+        is_first, cycle.told = not cycle.told, True
+        return CoreTransfer(self, layer, cycle.failure, is_first)
 
     def _begin_one(self, layer: int, old_row: IntArray, new_row: IntArray) -> Cycle:
         cycle = Cycle(old_row[None], new_row[None], layer)

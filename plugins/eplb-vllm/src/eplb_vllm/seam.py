@@ -177,7 +177,14 @@ def move_from_buffer(
 
 
 def _move_to_workspace(original: Original, model_state: Any, ep_rank: int) -> None:
-    """End the cycle where it failed, on every rank at this step; no map changes. Otherwise do as vLLM does."""
+    """Pass a layer over that failed, on every rank at this step: no map changes. Otherwise do as vLLM does.
+
+    Notes
+    -----
+    The cycle is not cut short. `rebalanced` says to vLLM's main thread which collectives to join, and to its worker,
+    which reads it later, whether to go on; were it False in mid-cycle, the next cycle could set it again before the
+    worker looks, and ranks would part. So the worker asks for every layer that is left, and is told at once.
+    """
     result, communicator = model_state.pending_result, model_state.communicator
     transfer = None if result is None else result.transfer_metadata
     if not isinstance(transfer, CoreTransfer):
@@ -187,14 +194,15 @@ def _move_to_workspace(original: Original, model_state: Any, ep_rank: int) -> No
         original(model_state, ep_rank)
         communicator.publish()
         return
-    # vLLM's worker sums up `rebalanced` before the next layer, and waits for the next cycle where it is False.
-    model_state.rebalanced = False
+    if result.layer_idx == model_state.model.num_moe_layers - 1:
+        model_state.rebalanced = False
     model_state.pending_result = None
     result.consumed_event.record()
-    communicator.failed(
-        transfer.error,
-        f"Layers from {transfer.layer} on stay as they were, on every rank; the next rearrangement starts there.",
-    )
+    if transfer.is_first:
+        communicator.failed(
+            transfer.error,
+            f"Layers from {transfer.layer} on keep their placement on every rank; the next rearrangement starts there.",
+        )
 
 
 def drain_async(original: Original, self: Any) -> None:
