@@ -14,7 +14,7 @@ DISTS := $(PLUGINS) $(patsubst %/pyproject.toml,%,$(wildcard examples/*/pyprojec
 JOBS ?= 3
 PYTEST := -m pytest --numprocesses $(JOBS) --dist worksteal
 
-.PHONY: demo test floors soak model mutants lint pytest pytest-optimized wheels clean
+.PHONY: demo test floors vllm soak model mutants lint pytest pytest-optimized wheels clean
 .NOTPARALLEL:
 
 demo: $(VENV)/.installed
@@ -30,6 +30,10 @@ lint: $(VENV)/.installed
 # The lowest versions that are declared, in environments of their own.
 floors: $(VENV)/.installed
 	.ci/floors.sh
+
+# eplb-vllm on the real vLLM, on host memory, in an environment of its own: see there.
+vllm: $(VENV)/.installed
+	plugins/eplb-vllm/tests/run.sh $(CURDIR)/$(BIN)/python
 
 # The ten slowest tests are named at the end, so that what grows is seen.
 # pytest's own status is non-zero when nothing was collected; conftest.py makes it so when nothing passed either.
@@ -59,7 +63,7 @@ wheels: $(VENV)/.installed
 	for dist in . $(PLUGINS); do (cd $$dist && $(CURDIR)/$(BIN)/hatchling build -d $(CURDIR)/dist) || exit 1; done
 
 clean:
-	rm -rf $(VENV) .venv-floors .venv-floors-3.10 dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-floors .venv-floors-3.10 .venv-vllm dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # A stamp each for the environment and for what is in it: an interrupted step is repeated, a finished one is not.
 $(VENV)/.made:

@@ -1,4 +1,8 @@
-"""One skeleton for every plugin: the project's own, the example's, and the one that `eplb new-backend` writes."""
+"""One skeleton for every plugin: the project's own, the example's, and the one that `eplb new-backend` writes.
+
+Host adapters are no plugins of the core: they are the host's, found through the host's entry points, and embed the core
+as any host does. They have no hooks, and share what holds for every distribution.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ BACKEND_MODULES = {"__init__", "hooks", "options", "backend", "metadata", "trans
 """hooks: what is declared; options: what may be set; backend: the four hooks; metadata: what peers are told and what of
 theirs is believed; transfer: one layer on its way."""
 MODULE_LINES = 300
+HOST_ADAPTERS = {"eplb-vllm": ("vllm.general_plugins", "eplb_vllm:register")}
+"""By distribution: the host's group of entry points, and what it calls there."""
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +33,7 @@ def written(tmp_path_factory):
 
 
 PROJECTS = [
-    *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml")),
+    *sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml") if path.parent.name not in HOST_ADAPTERS),
     ROOT / "examples" / "third_party_backend",
     None,
 ]
@@ -143,4 +149,42 @@ def test_the_hooks_load_without_torch(plugin):
     )
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(plugin.package.parent)!r})\n{code}"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+# --- host adapters ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=HOST_ADAPTERS)
+def adapter(request):
+    return ROOT / "plugins" / request.param
+
+
+def test_a_host_adapter_is_found_by_its_host_and_not_by_the_core(adapter):
+    settings = (adapter / "pyproject.toml").read_text()
+    group, function = HOST_ADAPTERS[adapter.name]
+    _, _, points = settings.partition(f'[project.entry-points."{group}"]\n')
+    assert re.findall(r'^[\w-]+ = "(.*)"$', points.partition("\n[")[0], re.MULTILINE) == [function]
+    assert "eplb_core.plugins" not in settings
+
+
+def test_a_host_adapter_comes_typed_explained_tested_and_in_modules_of_one_idea(adapter):
+    assert (adapter / "README.md").is_file()
+    assert list((adapter / "tests").glob("test_*.py"))
+    (package,) = (path.parent for path in adapter.glob("src/*/__init__.py"))
+    assert (package / "py.typed").is_file()
+    for path in package.glob("*.py"):
+        text = path.read_text()
+        assert ast.get_docstring(ast.parse(text)), path
+        assert len(text.splitlines()) <= MODULE_LINES, path
+
+
+def test_what_the_host_calls_loads_without_torch_and_without_the_host(adapter):
+    _, function = HOST_ADAPTERS[adapter.name]
+    module, name = function.split(":")
+    code = (
+        f"import sys; sys.path.insert(0, {str(adapter / 'src')!r}); import {module}; {module}.{name}()\n"
+        "print(sorted({'torch', 'numpy', 'pydantic', 'vllm', 'eplb_core'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "[]"

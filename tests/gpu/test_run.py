@@ -15,6 +15,7 @@ if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))  # ranks inherit it
 
 import check  # noqa: E402
+import check_vllm  # noqa: E402
 
 has_gpu = torch.cuda.is_available()
 
@@ -47,6 +48,13 @@ def test_the_checks_can_be_rehearsed_on_host_memory(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any("torch_nccl, batches of 4  ok" in line and "every byte compared" in line for line in lines)
     assert any("torch_nccl, peer killed  ok" in line and "Rank 1 is gone" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_the_streams_of_eplb_vllm_can_be_rehearsed_on_host_memory(capsys):
+    assert check_vllm.main(["--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "torch_gloo" in line and "ok  9 commits" in line and "0 wrong rows" in line]
 
 
 def test_a_case_that_fails_fails_the_run_and_one_table_shows_all(capsys):
