@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from eplb_core.discovery.select import Choice as Choice
     from eplb_core.discovery.select import select as select
     from eplb_core.errors import EplbError as EplbError
+    from eplb_core.rearrange.rearrangement import Rearrangement as Rearrangement
     from eplb_core.report import RearrangeReport as RearrangeReport
 
 _HOMES = {
@@ -36,6 +37,7 @@ _HOMES = {
     "EplbError": "errors",
     "LoadBalancer": "balancing.load_balancer",
     "RearrangeReport": "report",
+    "Rearrangement": "rearrange.rearrangement",
     "discover": "discovery.discover",
     "select": "discovery.select",
 }

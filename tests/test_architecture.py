@@ -52,7 +52,7 @@ ROOM_LINES = {
     "discovery": 1200,
     "voting": 1500,
     "memory": 700,
-    "rearrange": 3200,
+    "rearrange": 3300,
     "observers": 1100,
     "balancing": 4450,
     "launch": 650,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from eplb_core.balancing.progress import Progress
     from eplb_core.balancing.promise import PromiseBook
     from eplb_core.control.store import StoreClient
-    from eplb_core.rearrange.rearrangement import Rearrangement
+    from eplb_core.rearrange.background_moves import BackgroundMoves
     from eplb_core.voting.vote import Vote
 
 logger = logging.getLogger("eplb_core")
@@ -101,14 +101,14 @@ class BackgroundRearrangement:
             raise
         self._forget()
 
-    def _go_on(self, rearrangement: Rearrangement, committed: int) -> None:
+    def _go_on(self, rearrangement: BackgroundMoves, committed: int) -> None:
         """Give up between two layers when the rest is not wanted any more."""
         unwanted = self._handover.called_off
         if unwanted is not None:
             following = rearrangement.layers[rearrangement.layers.index(committed) + 1]
             rearrangement.give_up(following, unwanted)
 
-    def _begin(self, old_map: IntArray, new_map: IntArray) -> Rearrangement:
+    def _begin(self, old_map: IntArray, new_map: IntArray) -> BackgroundMoves:
         refusal = self._handover.called_off
         return self._core.begin(old_map, new_map, refusal)
 
@@ -139,7 +139,7 @@ class BackgroundRearrangement:
             deliberations.append(deliberation)
             return deliberation.decide(ballot)
 
-        rearrangement.stage(layer, voting=voting)
+        rearrangement.stage_voting(layer, voting)
         (deliberation,) = deliberations
         outcome = deliberation.outcome
         if outcome is None or outcome.step is None:
@@ -186,7 +186,7 @@ class BackgroundRearrangement:
             if self._core.watch.cancelled() is not None:  # a member is gone: the next vote tells all
                 return
 
-    def _await_slots(self, rearrangement: Rearrangement, layer: int) -> None:
+    def _await_slots(self, rearrangement: BackgroundMoves, layer: int) -> None:
         """Wait until every rank's engine committed the layer before: nobody waits for rows of one that idles."""
         self._progress.enter("slots", layer)
         vote = rearrangement.vote_beside(layer, "slots")

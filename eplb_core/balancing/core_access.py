@@ -10,7 +10,8 @@ from weakref import WeakSet
 from eplb_core.balancing.comparison import difference
 from eplb_core.control.store import StoreGone
 from eplb_core.errors import ConfigError, PlanError, error_for
-from eplb_core.rearrange.begin import poisoning
+from eplb_core.rearrange.background_moves import BackgroundMoves
+from eplb_core.rearrange.begin import begin, poisoning
 from eplb_core.wire.ballots import Ballot, Decision
 
 if TYPE_CHECKING:
@@ -254,11 +255,12 @@ class CoreAccess:
         """Wait, within the limit, until events have happened on the device."""
         self._epoch.setup.streams.wait_for(events)
 
-    def begin(self, old_map: IntArray, new_map: IntArray, refusal: EplbError | None = None) -> Rearrangement:
+    def begin(self, old_map: IntArray, new_map: IntArray, refusal: EplbError | None = None) -> BackgroundMoves:
         """Begin a rearrangement, or tell the others, where they agree on it, why this rank does not want it."""
-        if refusal is not None:
-            return self.communicator.begin(_Refusing(refusal), new_map)
-        return self.communicator.begin(old_map, new_map)
+        given = old_map if refusal is None else _Refusing(refusal)
+        lives, state = self.communicator._lives, self.communicator._state
+        with state.calling():
+            return begin(lives, state, given, new_map, kind=BackgroundMoves)
 
     def end(self, rearrangement: Rearrangement) -> None:
         """End a rearrangement all of whose layers were staged; one that a dead worker left in between stays open."""

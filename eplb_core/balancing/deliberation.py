@@ -80,7 +80,7 @@ class BackgroundVote(LayerVote):
 
 
 class Deliberation:
-    """Decides about one landed layer; what `Rearrangement.stage` takes as ``voting``.
+    """Decides about one landed layer; what `BackgroundMoves.stage_voting` takes.
 
     Parameters
     ----------

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from eplb_core.balancing.promise import PromiseBook
     from eplb_core.balancing.vote_store import VoteStore
     from eplb_core.errors import EplbError
-    from eplb_core.rearrange.rearrangement import Rearrangement
+    from eplb_core.rearrange.background_moves import BackgroundMoves
 
 
 CLOSING = "a rank closes its LoadBalancer"
@@ -28,7 +28,7 @@ class UnderWay:
 
     Parameters
     ----------
-    rearrangement : Rearrangement
+    rearrangement : BackgroundMoves
         The core's, agreed on by all ranks.
     new_map : IntArray
         Where it leads.
@@ -36,7 +36,7 @@ class UnderWay:
         By layer: the keys of its vote, over the engine's own connection.
     """
 
-    rearrangement: Rearrangement
+    rearrangement: BackgroundMoves
     new_map: IntArray
     votes: dict[int, VoteStore] = field(default_factory=dict)
 

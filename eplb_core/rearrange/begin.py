@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy.typing as npt
 
@@ -15,6 +15,8 @@ from eplb_core.rearrange.link import all_pairs, link
 from eplb_core.rearrange.lives import Lives
 from eplb_core.rearrange.rearrangement import Rearrangement
 from eplb_core.rearrange.state import CommunicatorState
+
+R = TypeVar("R", bound=Rearrangement)
 
 
 def connect(lives: Lives, state: CommunicatorState, timeout_s: float) -> None:
@@ -36,7 +38,8 @@ def begin(
     old_map: npt.ArrayLike,
     new_map: npt.ArrayLike,
     asked: Any = None,
-) -> Rearrangement:
+    kind: type[R] = Rearrangement,  # type: ignore[assignment]
+) -> R:
     """Agree on a rearrangement; collective. See `Communicator.begin`."""
     state.check_usable()
     if state.open is not None:
@@ -62,7 +65,7 @@ def begin(
     )
     with state.counts.phase("connect"), poisoning(lives, state, "connect"):
         link(epoch, plan.pairs, plan.peers(members.rank), epoch.timeout_s)
-    rearrangement = Rearrangement(epoch, plan, state)
+    rearrangement = kind(epoch, plan, state)
     lives.last = state.open = rearrangement
     return rearrangement
 

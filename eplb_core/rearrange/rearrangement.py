@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from eplb_core.errors import EplbError, PlanError
 from eplb_core.rearrange.giving_up import GivingUp
 from eplb_core.rearrange.layers import MovingLayers
 from eplb_core.rearrange.steps import LayerSteps, Voting
-from eplb_core.voting.vote import Vote
-from eplb_core.wire.ballots import Ballot, Decision
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +48,7 @@ class Rearrangement:
 
     # --- the host's calls --------------------------------------------------------------------------------------------
 
-    def stage(self, layer: int, voting: Voting | None = None) -> None:
+    def stage(self, layer: int) -> None:
         """Bring one layer's rows into landing memory on every rank and decide about it; blocks.
 
         With two staging layers it also starts the next layer's transfer, which then runs beside this layer's vote.
@@ -59,8 +57,6 @@ class Rearrangement:
         ----------
         layer : int
             The next of `layers`; every rank stages in that order.
-        voting : callable or None
-            ``voting(vote, ballot) -> Decision`` replaces the vote's own wait; the same on every rank.
 
         Raises
         ------
@@ -72,7 +68,7 @@ class Rearrangement:
         """
         with self._state.calling():
             self._check_stage(layer)
-            self._stage(layer, voting=voting)
+            self._stage(layer)
 
     def landed(self, layer: int) -> list[tuple[int, int, torch.Tensor]]:
         """Return what landed of a decided layer, for hosts that put rows in place themselves; local.
@@ -217,32 +213,6 @@ class Rearrangement:
             finally:
                 self.commit_decided()
             self._end()
-
-    # --- for a load balancer, which decides in its own way -----------------------------------------------------------
-
-    def vote_beside(self, number: int, topic: str) -> Vote:
-        """Make another vote about a layer; its keys are deleted when those of the layer's own vote are."""
-        vote = self._members.vote(f"{number}/{topic}", f"layer {number}, phase {topic}")
-        self._moving.votes.append(vote)
-        return vote
-
-    def is_decided(self, number: int) -> bool:
-        """Is it known here that a layer is to be committed, and not done yet?"""
-        return number in self._moving.decided
-
-    def accept(self, number: int) -> None:
-        """Note that a layer is decided, in place of a `stage` that does not return; from any thread."""
-        layer = self._moving.started.get(number)
-        if layer is not None:
-            self._moving.note_decided(layer)
-
-    def give_up(self, number: int, error: EplbError) -> NoReturn:
-        """Abort the next layer to be staged on every rank, drain, and raise; collective."""
-        self._giving_up.abandon(number, error)
-
-    def tally(self, number: int, ballots: Mapping[int, Ballot]) -> Decision:
-        """Decide about a layer by the ballots of all members, after the observers of this rank have seen them."""
-        return self._steps.tally(number, ballots)
 
     # --- in which order ----------------------------------------------------------------------------------------------
 
