@@ -13,16 +13,14 @@ from eplb_core.testing import FaultInjector
 
 
 @contextlib.contextmanager
-def injected(fault: FaultInjector | None) -> Iterator[None]:
-    """Have every communicator that is built here watched by a fault injector."""
-    if fault is None:
-        yield
-        return
+def injected(*faults: FaultInjector | None) -> Iterator[None]:
+    """Have the communicator that is built here watched by fault injectors."""
+    given = [fault for fault in faults if fault is not None]
     plain = eplb_core.Communicator
 
     @functools.wraps(plain, updated=())
     def watched(*args: Any, observers: Any = (), **kwargs: Any) -> Any:
-        return plain(*args, observers=[fault, *observers], **kwargs)
+        return plain(*args, observers=[*given, *observers], **kwargs)
 
     eplb_core.Communicator = watched
     try:

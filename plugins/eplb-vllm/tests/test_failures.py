@@ -117,6 +117,33 @@ def test_a_process_that_is_stopped_for_longer_than_the_limit_comes_back_to_the_s
     assert all(rank["changed"] > rank["before"] > 0 for rank in ranks), "it did not go on"
 
 
+def fail_often(rank, world, port):
+    phases = ("transfer", "wait", "landed", "vote", "agree", "transfer")
+    mine = [
+        FaultInjector(
+            phase, "delay" if number == 5 else "raise", number + 1, None, delay_s=2 * LIMIT_S, name=str(number)
+        )
+        for number, phase in enumerate(phases)
+        if number % world == rank
+    ]
+    config = engines.configuration(OURS, use_async=True, step_interval=3)
+    with engines.groups(rank, world, port, config), faults.injected(*mine):
+        engine = engines.Engine(config, rank, world, layers=5)
+        engine.start()
+        faults.serve(engine, 150)
+        faults.serve(engine, 60, pause_s=3 * LIMIT_S / 60)
+        before = engine.changed()
+        faults.serve(engine, 60)
+        return result(engine, before=before, acted=sum(fault.acted for fault in mine))
+
+
+def test_failures_one_after_another_where_the_next_rearrangement_starts_in_the_same_step():
+    ranks = on_cpu.run(3, fail_often, 3, on_cpu.free_port())
+    check(ranks)
+    assert sum(rank["acted"] for rank in ranks) >= 4
+    assert all(rank["changed"] > rank["before"] > 0 for rank in ranks), "it did not go on"
+
+
 def stop_the_engine(rank, world, port):
     config = engines.configuration({**OURS, "on_failure": "raise"}, use_async=True)
     fault = FaultInjector("transfer", "raise", generation=1) if rank == 1 else None
