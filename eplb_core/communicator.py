@@ -88,7 +88,8 @@ class Communicator:
                 raise ConfigError("EPLB-C010", problem=problem)
             if landing is not None:
                 lives.host_landing = check_landing(landing, layout, staging_layers=config.staging_layers)
-            held = HeldPlacement(layout.num_layers, control.world_size, layout.num_local_physical_experts)
+            num_local, num_experts = layout.num_local_physical_experts, layout.shared.num_experts
+            held = HeldPlacement(layout.num_layers, control.world_size, num_local, num_experts)
             self._state = CommunicatorState(name, setup.info.name, held, setup.allocator)
             lives.begin(setup, self._state)
         lives.end_with(self)

@@ -62,11 +62,11 @@ def commit_copies(
     """
     moving = geometry.moving.tolist()
     sizes = geometry.nbytes.tolist()
-    spare_number = geometry.num_local_physical_experts
+    num_rows = geometry.num_local_physical_experts  # the spare row has a higher number
     steps: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     def live(tensor: int, row: int) -> torch.Tensor:
-        return landing.spare_row(tensor, sizes[tensor]) if row == spare_number else row_views[tensor][row]
+        return landing.spare_row(tensor, sizes[tensor]) if row >= num_rows else row_views[tensor][row]
 
     pairs = plan.copies.tolist()
     for start, end in itertools.pairwise(plan.level_starts.tolist()):
@@ -88,5 +88,5 @@ def commit_copies(
                 [row_views[tensor][source] for _, source in duplicates for tensor in moving],
             )
         )
-    local_rows = sum(1 for to, _ in pairs if to != spare_number) + len(duplicates)
+    local_rows = sum(1 for to, _ in pairs if to < num_rows) + len(duplicates)
     return CommitCopies(tuple(steps), local_rows * sum(sizes[tensor] for tensor in moving))

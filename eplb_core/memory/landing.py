@@ -37,8 +37,8 @@ class LandingMemory:
         self.rows = host_landing
         self._allocator = allocator
         self._layout_name = landing_layout
-        nbytes = max(_slot_nbytes(g, landing_layout, num_peers) for g in layout.geometries)
-        count = 0 if host_landing is not None else staging_layers
+        nbytes = max((_slot_nbytes(g, landing_layout, num_peers) for g in layout.geometries), default=0)
+        count = 0 if host_landing is not None or not layout.num_layers else staging_layers
         self._blocks: list[StagingBlock] = []
         self._spare: dict[int, torch.Tensor] = {}
         try:

@@ -131,7 +131,7 @@ class PlacementPlan:
         self._check_layer(first)
         self._check_layer(max(first, stop - 1))
         self._check_rank(rank)
-        if geometry.num_local_physical_experts != self.num_local_physical_experts:
+        if geometry.num_local_physical_experts > self.num_local_physical_experts:
             raise PlanError(
                 "EPLB-P007",
                 problem=f"layer {first} has {geometry.num_local_physical_experts} experts per rank, "

@@ -61,6 +61,7 @@ def propose(epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: 
             num_layers=layout.num_layers,
             world_size=world_size,
             num_local_physical_experts=layout.num_local_physical_experts,
+            num_experts=layout.shared.num_experts,
         )
         differs = held.first_difference(old, members.members)
         if differs is not None:

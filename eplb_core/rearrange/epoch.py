@@ -131,7 +131,7 @@ class Epoch:
             rows=layout.rows,
             landing=self.landing.slots,
             landing_rows=host_landing,
-            send_nbytes=max(geometry.nbytes_rows for geometry in layout.geometries),
+            send_nbytes=max((geometry.nbytes_rows for geometry in layout.geometries), default=0),
         )
         self.local = self.hooks.register_buffers(self.buffers)
 

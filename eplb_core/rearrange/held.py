@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,11 +43,14 @@ class HeldPlacement:
     ----------
     num_layers, world_size, num_local : int
         Shape: layers, ranks, local physical experts.
+    num_experts : sequence of int or None
+        ``[num_layers]``, local physical experts of each layer, where they differ.
     """
 
     num_layers: int
     world_size: int
     num_local: int
+    num_experts: Sequence[int] | None = None
     map: IntArray = field(init=False)
     """``[num_layers, world_size * num_local]``, -1 for an empty row or one of unknown content; without
     columns as long as nothing is known."""
@@ -131,6 +134,7 @@ class HeldPlacement:
             num_layers=self.num_layers,
             world_size=self.world_size,
             num_local_physical_experts=self.num_local,
+            num_experts=self.num_experts,
         )
         self.known = True
         self.newcomers = set()
