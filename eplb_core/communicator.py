@@ -249,7 +249,7 @@ class Communicator:
         Raises
         ------
         TransferError
-            Too much landing memory is quarantined (EPLB-T009), or a member did not come (EPLB-T002).
+            Too much landing memory is quarantined (EPLB-T009), or a member did not come (EPLB-T023).
         """
         with self._state.calling():
             self._state.check_open()

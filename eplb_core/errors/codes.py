@@ -764,6 +764,24 @@ _add(
         "close() the LoadBalancer and serve on with the placement that holds",
     ],
 )
+_add(
+    "EPLB-T023",
+    "Endpoint not ready after {seconds:g}s: {endpoints}.",
+    meaning="Ranks that were to meet did not come to the store, or stopped in the middle of the meeting.",
+    when="When the members meet: at connect, at the first rearrangement, in rebuild, successor and LoadBalancer. Each "
+    "rank that waits raises it after its own limit, and names the same ranks.",
+    situations=[
+        "a rank's process has not been started, or died before it built its communicator",
+        "a rank was given another store, or the store of another job",
+        "a rank still loads its weights, and takes longer than the limit",
+        "a rank was told to meet other members (the text says which)",
+    ],
+    solutions=[
+        "look at the log of the rank that is named first; parentheses hold its address and the store's, where known",
+        "from its machine, see whether the store's port can be reached",
+        "connect(timeout_s=...) takes a longer limit than timeout_s for ranks that are built minutes apart",
+    ],
+)
 
 # --- B: bench and demo ------------------------------------------------------------------------------------------------
 
