@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy.typing as npt
 
 from eplb_core.config import EPLBConfig
 from eplb_core.control.plane import ControlPlane
-from eplb_core.errors import ConfigError, EplbError, PlanError, TransferError
-from eplb_core.rearrange.begin import begin, connect, poisoning
+from eplb_core.errors import ConfigError, EplbError, PlanError
+from eplb_core.rearrange.begin import begin, connect
 from eplb_core.rearrange.held import HeldPlacement
 from eplb_core.rearrange.lives import Lives
+from eplb_core.rearrange.membership import ChangingMembers
 from eplb_core.rearrange.rearrangement import Rearrangement
 from eplb_core.rearrange.setup import check_arguments, set_up
 from eplb_core.rearrange.state import CommunicatorState
 from eplb_core.report import RearrangeReport
+from eplb_core.sources.provider import SourceProvider, checked_sources
 from eplb_core.weights.host_landing import check_landing
 from eplb_core.weights.layout import build_layout
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 
-class Communicator:
+class Communicator(ChangingMembers):
     """Moves expert weights between the ranks of an expert-parallel group.
 
     Built on every rank, at any time; it connects at the first rearrangement. One thread uses it at a time; commits may
@@ -56,6 +58,8 @@ class Communicator:
         ``[num_tensors]`` or ``[num_moe_layers][num_tensors]``, for messages and metadata keys.
     name : str
         Tells communicators of one control plane apart; equal on all ranks.
+    sources : sequence of SourceProvider
+        Where experts come from that no live rank holds: see `eplb_core.sources`. Asked in this order.
 
     Raises
     ------
@@ -63,7 +67,7 @@ class Communicator:
         The arguments do not fit; the other ranks get the reason when the members meet.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a host's choices, most of them by name
         self,
         config: EPLBConfig,
         weights: Sequence[Sequence[torch.Tensor]],
@@ -75,14 +79,18 @@ class Communicator:
         landing: Sequence[Sequence[torch.Tensor]] | None = None,
         tensor_names: Sequence[str] | Sequence[Sequence[str]] | None = None,
         name: str = "default",
+        sources: Sequence[SourceProvider] = (),
     ) -> None:
         check_arguments(config, control, observers, name)
+        given = checked_sources(sources)
         self.name = name
         self.config = config
         self._lives = lives = Lives(control, name, float(config.timeout_s), device_group)
         with lives.telling_the_others():
             layout = build_layout(weights, tensor_names)
-            setup = set_up(config, layout, stream=stream, options=options, observers=observers, name=name)
+            setup = set_up(
+                config, layout, stream=stream, options=options, observers=observers, name=name, sources=given
+            )
             if landing is not None and setup.backend_class.landing_layout != "rows":
                 problem = f"landing= was given, and {setup.info.name} packs its landing memory"
                 raise ConfigError("EPLB-C010", problem=problem)
@@ -147,7 +155,9 @@ class Communicator:
         with self._state.calling():
             connect(self._lives, self._state, limit_s)
 
-    def rearrange(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> RearrangeReport:
+    def rearrange(
+        self, old_map: npt.ArrayLike, new_map: npt.ArrayLike, *, missing: Literal["raise", "report"] = "raise"
+    ) -> RearrangeReport:
         """Bring all layers from one placement to another; collective and synchronous.
 
         Parameters
@@ -155,6 +165,9 @@ class Communicator:
         old_map, new_map : array-like of int, [num_moe_layers, num_physical_experts]
             Logical expert of every physical slot; -1 is an empty slot. Equal on all ranks. Once a first rearrangement
             was agreed, `old_map` must equal ``report.physical_to_logical_map``.
+        missing : {"raise", "report"}
+            What becomes of experts that no live rank and no source has: an error on every rank before a byte moves
+            (EPLB-P002), or their slots stay as they are and ``report.unmet`` lists them. Equal on all ranks.
 
         Returns
         -------
@@ -167,15 +180,17 @@ class Communicator:
         TransferError
             A layer was aborted on every rank; ``.report`` holds the placement.
         """
-        self.begin(old_map, new_map).run()
+        self.begin(old_map, new_map, missing=missing).run()
         return self._state.report()
 
-    def begin(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Rearrangement:
+    def begin(
+        self, old_map: npt.ArrayLike, new_map: npt.ArrayLike, *, missing: Literal["raise", "report"] = "raise"
+    ) -> Rearrangement:
         """Agree on a rearrangement that the host then runs layer by layer; collective.
 
         Parameters
         ----------
-        old_map, new_map
+        old_map, new_map, missing
             See `rearrange`.
 
         Returns
@@ -189,7 +204,7 @@ class Communicator:
             See `rearrange`.
         """
         with self._state.calling():
-            return begin(self._lives, self._state, old_map, new_map)
+            return begin(self._lives, self._state, old_map, new_map, missing)
 
     def reloaded(self, physical_to_logical_map: npt.ArrayLike) -> None:
         """Declare what all rows hold after the host rewrote the weights. Local; compared at the next begin.
@@ -211,56 +226,7 @@ class Communicator:
                 raise PlanError("EPLB-P004", problem="reloaded() before the open rearrangement was ended")
             state.held.reloaded(physical_to_logical_map)
 
-    # --- after a failure, and the end --------------------------------------------------------------------------------
-
-    def rebuild(
-        self,
-        timeout_s: float,
-        control: ControlPlane | None = None,
-        ranks: Sequence[int] | None = None,
-        device_group: Any = None,
-        landing: Sequence[Sequence[torch.Tensor]] | None = None,
-    ) -> RearrangeReport:
-        """Make the communicator usable again after a failure; collective over the ranks named.
-
-        The members meet again and settle layers in doubt, so that all know the same placement; a new epoch begins with
-        new connections. Ranks may call it at different times and unequally often: they meet at the first attempts that
-        overlap.
-
-        Parameters
-        ----------
-        timeout_s : float
-            Limit, seconds.
-        control : ControlPlane or None
-            A new one when the store was lost; ranks keep their numbers.
-        ranks : sequence of int or None
-            Members from now on, this rank among them; None keeps the members. Map columns keep their numbers; those of
-            ranks that take no part become -1.
-        device_group : ProcessGroup or None
-            A new one, for backends that use one.
-        landing : sequence of sequence of torch.Tensor or None
-            New landing rows of the host, needed if those it gave are quarantined.
-
-        Returns
-        -------
-        RearrangeReport
-            The placement that holds on all members.
-
-        Raises
-        ------
-        TransferError
-            Too much landing memory is quarantined (EPLB-T009), or a member did not come (EPLB-T023).
-        """
-        with self._state.calling():
-            self._state.check_open()
-            if self._state.invalid is not None:
-                problem = "the weights of this rank are invalid since a commit failed on it"
-                raise TransferError("EPLB-T009", problem=problem) from self._state.invalid
-            lives = self._lives
-            lives.renew(control=control, ranks=ranks, device_group=device_group, landing=landing)
-            with poisoning(lives, self._state, "rebuild"):
-                lives.enter(timeout_s, everyone=False)
-            return self._state.report()
+    # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, force: bool = False) -> None:
         """Release everything. Without `force`, the rank that hosts the store stays until all have said goodbye.

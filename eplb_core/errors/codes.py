@@ -232,6 +232,18 @@ _add(
     ],
     solutions=["correct the argument or the field that the message names"],
 )
+_add(
+    "EPLB-C016",
+    "The source {source!r} cannot be used: {problem}.",
+    meaning="What a source of experts is built from does not hold them in a form in which they can be supplied.",
+    when="When a CheckpointSource or HostMemorySource is built.",
+    situations=[
+        "a folder without experts under the names of Qwen3-MoE, DeepSeek-V3 or Mixtral",
+        "layers= names layers of the model that have no routed experts",
+        "tensors= names tensors that the checkpoint does not have",
+    ],
+    solutions=["correct the argument", "give a source of your own: an object with holds() and read()"],
+)
 
 # --- D: discovery -----------------------------------------------------------------------------------------------------
 
@@ -781,6 +793,17 @@ _add(
         "from its machine, see whether the store's port can be reached",
         "connect(timeout_s=...) takes a longer limit than timeout_s for ranks that are built minutes apart",
     ],
+)
+_add(
+    "EPLB-T024",
+    "Rank {rank}: the source {source} did not supply layer {layer}, tensor {tensor}, expert {expert}: {reason}.",
+    meaning="A source that said it holds an expert could not supply its bytes. The layer stays old on every rank.",
+    when="In a rearrangement of which no live rank holds an expert, on every rank, in begin() or at the layer's vote.",
+    situations=[
+        "a file of the checkpoint is gone, truncated, or cannot be read",
+        "its rows have another size than the registered ones: another dtype, or tensors in another order",
+    ],
+    solutions=["look at the reason", "CheckpointSource(..., tensors=tensor_names) says which tensor is which"],
 )
 
 # --- B: bench and demo ------------------------------------------------------------------------------------------------

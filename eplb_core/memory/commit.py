@@ -53,11 +53,13 @@ def commit_copies(
     receives: MoveColumns,
     landing: LandingMemory,
     slot: int,
+    supplied: Sequence[tuple[int, int, torch.Tensor]] = (),
 ) -> CommitCopies:
     """Lay out the commit of one layer on this rank: local copies by level, received rows, then duplicates of these.
 
     Notes
     -----
+    ``supplied`` is (tensor, row, landing row) of what sources supply; it is copied with the received rows.
     ``row_views`` are the live rows, uint8, ``[num_tensors][num_local_physical_experts]``.
     """
     moving = geometry.moving.tolist()
@@ -77,9 +79,10 @@ def commit_copies(
                 [live(tensor, source) for _, source in level for tensor in moving],
             )
         )
-    if len(receives):
+    if len(receives) or supplied:
         to = [row_views[t][r] for t, r in zip(receives.tensor.tolist(), receives.row.tolist(), strict=True)]
-        steps.append((to, landing.landed_rows(slot, receives)))
+        to += [row_views[tensor][row] for tensor, row, _ in supplied]
+        steps.append((to, landing.landed_rows(slot, receives) + [landed for _, _, landed in supplied]))
     duplicates = plan.duplicates.tolist()
     if duplicates:
         steps.append(

@@ -83,6 +83,19 @@ class LandingMemory:
         ends = (receives.landing_offset + receives.nbytes).tolist()
         return [slot_bytes[start:end] for start, end in zip(receives.landing_offset.tolist(), ends, strict=True)]
 
+    @property
+    def is_grid(self) -> bool:
+        """Has every row a place of its own, which follows from its tensor and number?"""
+        return self.rows is not None or self._layout_name == "rows"
+
+    def grid_row(self, slot: int, geometry: LayerGeometry, tensor: int, row: int) -> torch.Tensor:
+        """Return the place of a row in a grid, uint8 ``[nbytes]``."""
+        if self.rows is not None:
+            return self.rows[slot][tensor][row]
+        nbytes = int(geometry.nbytes[tensor])
+        start = int(geometry.offsets[tensor]) + row * nbytes
+        return self.slots[slot][start : start + nbytes]
+
     def release(self, events: Mapping[int, object] | None = None, rest: object | None = None) -> None:
         """Give the slots back to their allocator, each with the event after which nothing touches it.
 

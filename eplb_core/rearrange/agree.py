@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import numpy.typing as npt
 
@@ -15,8 +15,9 @@ from eplb_core.errors import EplbError, MetadataError, PlanError, error_for
 from eplb_core.errors.texts import describe
 from eplb_core.plan import PlacementPlan, check_maps, plan_moves
 from eplb_core.plan.maps import map_digest
+from eplb_core.rearrange.sourcing import Unmet, refusal_of, supplied_anywhere, supplied_here, unserved, without_unmet
 from eplb_core.voting.vote import all_agree
-from eplb_core.wire.ballots import Ballot
+from eplb_core.wire.ballots import Ballot, Decision
 
 if TYPE_CHECKING:
     from eplb_core.rearrange.epoch import Epoch
@@ -34,14 +35,25 @@ class Proposal:
         The maps, checked.
     plan : PlacementPlan
         Their moves.
+    missing : {"raise", "report"}
+        What is to become of experts that no live rank and no source has.
+    supplied : str
+        This rank's answer, as `supplied_here` writes it.
+    unmet : tuple
+        What nobody supplies, once that is agreed; then `new` has these slots as `old` has them.
     """
 
     old: IntArray
     new: IntArray
     plan: PlacementPlan
+    missing: str = "raise"
+    supplied: str = ""
+    unmet: Unmet = ()
 
 
-def propose(epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Proposal | EplbError:
+def propose(
+    epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: npt.ArrayLike, missing: str = "raise"
+) -> Proposal | EplbError:
     """Check memory and maps, and plan the moves; an error is returned, not raised: this rank's ballot carries it.
 
     Notes
@@ -51,6 +63,8 @@ def propose(epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: 
     layout, world_size = epoch.setup.layout, epoch.control.world_size
     members, _ = epoch.entered
     try:
+        if missing not in ("raise", "report"):
+            raise PlanError("EPLB-P007", problem=f"missing={missing!r} is neither 'raise' nor 'report'")
         replaced = layout.first_replaced()
         if replaced is not None:
             layer, tensor, problem = replaced
@@ -68,15 +82,30 @@ def propose(epoch: Epoch, held: HeldPlacement, old_map: npt.ArrayLike, new_map: 
             layer, slot = differs
             given, holds = int(old[layer, slot]), int(held.map[layer, slot])
             raise PlanError("EPLB-P008", rank=epoch.rank, layer=layer, slot=slot, held=holds, given=given)
-        present = members.members if len(members.members) < world_size else None
-        plan = plan_moves(old, new, world_size=world_size, members=present, nodes=epoch.nodes)
+        plan = _planned(epoch, old, new)
+        supplied = supplied_here(epoch.setup.sources, plan, epoch.rank)
     except EplbError as error:
         detail = f"{error.detail} Found by rank {epoch.rank}.".strip()
         return error_for(error.code, *error.values, detail=detail, **error.fields)
     except Exception as error:  # for instance from an array class of the host
         problem = f"reading them failed with {describe(error)}"
         return error_for("EPLB-P001", problem=problem, detail=f"Found by rank {epoch.rank}.")
-    return Proposal(old, new, plan)
+    return Proposal(old, new, plan, missing, supplied)
+
+
+def _planned(epoch: Epoch, old: IntArray, new: IntArray) -> PlacementPlan:
+    members, world_size = epoch.entered[0].members, epoch.control.world_size
+    present = members if len(members) < world_size else None
+    return plan_moves(old, new, world_size=world_size, members=present, nodes=epoch.nodes, missing="source")
+
+
+def _settled(epoch: Epoch, proposal: Proposal, supplied: Mapping[str, str]) -> Proposal:
+    """Return a proposal whose plan has only what can be had."""
+    left = unserved(proposal.plan, supplied)
+    if not len(left):
+        return proposal
+    new, unmet = without_unmet(proposal.old, proposal.new, left, proposal.plan.num_local_physical_experts)
+    return replace(proposal, new=new, plan=_planned(epoch, proposal.old, new), unmet=unmet)
 
 
 def agree(epoch: Epoch, proposal: Proposal | EplbError, torn: Callable[[EplbError], None]) -> Proposal:
@@ -111,7 +140,9 @@ def agree(epoch: Epoch, proposal: Proposal | EplbError, torn: Callable[[EplbErro
         else:
             refusal = proposal
         if refusal is None:
-            vote.cast(Ballot(True), all_agree(members.rank))
+            mine = cast("Proposal", proposal)
+            content = {"supplied": mine.supplied} if mine.supplied else {}
+            vote.cast(Ballot(True, content=content), lambda ballots: _tally(members.rank, mine, ballots))
             decision = watch.decide(vote)
         else:
             decision = vote.abort(refusal)
@@ -128,12 +159,25 @@ def agree(epoch: Epoch, proposal: Proposal | EplbError, torn: Callable[[EplbErro
     if not decision.commit or isinstance(proposal, EplbError):
         error = decision.error or error_for("EPLB-T007", rank=decision.by, where=where, reason="no reason given")
         raise error from (refusal if refusal is not error else None)
-    return proposal
+    return _settled(epoch, proposal, {str(r): str(bits) for r, bits in decision.content.get("supplied", {}).items()})
+
+
+def _tally(rank: int, mine: Proposal, ballots: Mapping[int, Ballot]) -> Decision:
+    """Commit when every ballot says so, and what no live rank holds is supplied, or to be reported."""
+    decision = all_agree(rank)(ballots)
+    if not decision.commit or not len(mine.plan.sourced):
+        return decision
+    supplied = supplied_anywhere(mine.plan, ballots)
+    left = unserved(mine.plan, supplied)
+    if len(left) and mine.missing == "raise":
+        return Decision(False, rank, refusal_of(left, mine.old, mine.plan.num_local_physical_experts))
+    return Decision(True, rank, content={"supplied": supplied})
 
 
 def _compare(members: Members, proposal: Proposal, where: str) -> EplbError | None:
     """Compare this rank's maps with the first ones stored."""
     mine = {"old maps": map_digest(proposal.old).hex(), "new maps": map_digest(proposal.new).hex()}
+    mine["values of missing="] = proposal.missing
     rank, theirs = _first_maps(members, mine)
     differing = [what for what, digest in mine.items() if theirs.get(what) != digest]
     if not differing:

@@ -30,7 +30,9 @@ def connect(lives: Lives, state: CommunicatorState, timeout_s: float) -> None:
         link(epoch, all_pairs(members.members), others, timeout_s, f"connect/{epoch.connects}", always=True)
 
 
-def begin(lives: Lives, state: CommunicatorState, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Rearrangement:
+def begin(
+    lives: Lives, state: CommunicatorState, old_map: npt.ArrayLike, new_map: npt.ArrayLike, missing: str = "raise"
+) -> Rearrangement:
     """Agree on a rearrangement; collective. See `Communicator.begin`."""
     state.check_usable()
     if state.open is not None:
@@ -49,9 +51,11 @@ def begin(lives: Lives, state: CommunicatorState, old_map: npt.ArrayLike, new_ma
     epoch.connects = 0
     state.entered(members.epoch, members.generation)
     with state.counts.phase("agree"):
-        proposal = _agree(lives, state, old_map, new_map)
+        proposal = _agree(lives, state, old_map, new_map, missing)
     plan = proposal.plan
+    state.counts.unmet = proposal.unmet
     state.held.agreed(f"{members.namespace}/{members.generation}", proposal.old, proposal.new, plan.layers)
+    state.held.keep_only(members.members)
     with state.counts.phase("connect"), poisoning(lives, state, "connect"):
         link(epoch, plan.pairs, plan.peers(members.rank), epoch.timeout_s)
     rearrangement = Rearrangement(epoch, plan, state)
@@ -76,11 +80,13 @@ def poisoning(lives: Lives, state: CommunicatorState, where: str) -> Iterator[No
         raise
 
 
-def _agree(lives: Lives, state: CommunicatorState, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> Proposal:
+def _agree(
+    lives: Lives, state: CommunicatorState, old_map: npt.ArrayLike, new_map: npt.ArrayLike, missing: str
+) -> Proposal:
     epoch = lives.epoch
     where = f"generation {epoch.entered[0].generation}, phase agree"
     try:
-        proposal = propose(epoch, state.held, old_map, new_map)
+        proposal = propose(epoch, state.held, old_map, new_map, missing)
         if isinstance(proposal, Proposal):
             state.held.assume(proposal.old)
         return agree(epoch, proposal, lambda error: state.poison(error, where))

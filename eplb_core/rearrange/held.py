@@ -161,10 +161,12 @@ class HeldPlacement:
 
     def keep_only(self, members: Iterable[int]) -> None:
         """Clear the columns of ranks that take no part: nothing can be moved from them or routed to them."""
-        if self.known:
+        if self.map.shape[1]:
             absent = np.ones(self.map.shape[1], dtype=bool)
             absent[self._slots(members)] = False
             self.map[:, absent] = -1
+            if self._new.shape == self.map.shape and absent.any():
+                self._new = np.where(absent, -1, self._new)
 
     def merge(self, columns: Mapping[int, IntArray | None]) -> None:
         """Believe each member about its own rows; None stands for a member that does not know."""

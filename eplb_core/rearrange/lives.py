@@ -138,6 +138,7 @@ class Lives:
             options=None,
             observers=before.observers,
             name=before.name,
+            sources=before.sources,
         )
         self._setup = setup
         self._state.take_backend(setup.info.name, setup.allocator)

@@ -21,6 +21,7 @@ from eplb_core.errors.texts import describe
 from eplb_core.memory.staging import TorchStaging
 from eplb_core.memory.streams import Streams
 from eplb_core.rearrange.idle import IdleBackend
+from eplb_core.sources.provider import SourceProvider
 from eplb_core.weights.layout import Layout
 
 
@@ -50,6 +51,8 @@ class Setup:
         For landing memory and send staging.
     observers : sequence of object
         Observers that the host gave.
+    sources : sequence of SourceProvider
+        Sources that the host gave.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Setup:
     streams: Streams
     allocator: StagingAllocator
     observers: Sequence[object]
+    sources: Sequence[SourceProvider] = ()
 
     @property
     def label(self) -> str:
@@ -88,12 +92,13 @@ def set_up(
     options: Mapping[str, Any] | BaseModel | None,
     observers: Sequence[object],
     name: str,
+    sources: Sequence[SourceProvider] = (),
 ) -> Setup:
     """Choose the backend, check its options, load its class, probe it, and build the staging allocator.
 
     Parameters
     ----------
-    config, stream, options, observers, name
+    config, stream, options, observers, name, sources
         See `Communicator`.
     layout : Layout
         The registered tensors.
@@ -144,6 +149,7 @@ def set_up(
             config, catalog, weights=layout.device, landing_device=cls.landing_device, backend=info.name
         ),
         observers=tuple(observers),
+        sources=tuple(sources),
     )
 
 
