@@ -56,7 +56,7 @@ ROOM_LINES = {
     "memory": 700,
     "rearrange": 4200,
     "observers": 1100,
-    "balancing": 4450,
+    "balancing": 4700,
     "launch": 650,
     "testing": 3600,
     "bench": 1150,

@@ -92,7 +92,8 @@ _add(
     situations=[
         "the library behind the backend is not installed or does not load",
         "the weights live on a device the backend does not handle",
-        "select() was called with elastic=True, and the backend does not declare elastic_safe",
+        "elastic=True was asked for, in EPLBConfig or select(), and the backend does not declare elastic_safe",
+        "successor() was called on a communicator whose backend does not declare elastic_safe",
     ],
     solutions=[
         "follow the install hint in the message",
@@ -161,6 +162,7 @@ _add(
         "another communicator of that name is open on this control plane",
         "device_group= is missing, or is not the group of the members, for a backend that needs it",
         "an observer was given to a second communicator",
+        "successor() was given the control plane, or the store, of the communicator that it succeeds",
     ],
     solutions=[
         "correct the argument that the message names",

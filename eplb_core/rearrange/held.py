@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,9 @@ import numpy.typing as npt
 from eplb_core.arrays import IntArray
 from eplb_core.memory.commit import CommitCopies
 from eplb_core.plan.maps import check_maps, map_digest
+
+if TYPE_CHECKING:
+    from eplb_core.rearrange.succession import Inheritance
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +65,8 @@ class HeldPlacement:
     decided: list[int] = field(default_factory=list, init=False)
     """Decided layers: voted for commit, not yet copied here."""
     doubts: list[Doubt] = field(default_factory=list, init=False)
+    inherited: Inheritance | None = field(default=None, init=False)
+    """What a communicator before this one holds; compared until something is known here."""
     newcomers: set[int] = field(default_factory=set, init=False)
     """Ranks that did not know what their rows hold when the members met; the host's map is believed for them once."""
     rearrangement: str = field(default="", init=False)
@@ -85,7 +91,7 @@ class HeldPlacement:
 
     def agreed(self, rearrangement: str, old: IntArray, new: IntArray, moving: Iterable[int]) -> None:
         """Note that all ranks agreed; layers that move nothing are on the new placement from now on."""
-        self.known = True
+        self.known, self.inherited = True, None
         self.newcomers = set()
         self.rearrangement = rearrangement
         self.map, self._new = old.copy(), new
@@ -136,7 +142,7 @@ class HeldPlacement:
             num_local_physical_experts=self.num_local,
             num_experts=self.num_experts,
         )
-        self.known = True
+        self.known, self.inherited = True, None
         self.newcomers = set()
         self.map = mapping.copy()
         self.committed, self.decided = [], []
@@ -145,8 +151,14 @@ class HeldPlacement:
 
     def first_difference(self, old: IntArray, members: Iterable[int]) -> tuple[int, int] | None:
         """Return the first (layer, slot) at which a map differs from what is held, newcomers left out."""
-        slots = self._slots(set(members) - self.newcomers)
-        if not self.known or not len(slots):
+        comparable = set(members) - self.newcomers
+        if not self.known:
+            there = None if self.inherited is None else self.inherited.map()
+            if self.inherited is None or there is None:
+                return None
+            self.map, comparable = there, comparable & self.inherited.continuing
+        slots = self._slots(comparable)
+        if not len(slots):
             return None
         wrong = np.argwhere(self.map[:, slots] != old[:, slots])
         return None if len(wrong) == 0 else (int(wrong[0, 0]), int(slots[wrong[0, 1]]))

@@ -69,6 +69,15 @@ class Lives:
         """This rank."""
         return self.control.rank
 
+    def is_mine(self, process: ProcessIdentity) -> bool:
+        """Is this the identity with which this communicator meets the others?"""
+        return process == self._process
+
+    @property
+    def setup(self) -> Setup:
+        """What its epochs are made of."""
+        return self._setup
+
     def begin(self, setup: Setup, state: CommunicatorState) -> None:
         """Build the first epoch, over all ranks; local."""
         self._setup = setup
