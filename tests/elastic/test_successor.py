@@ -12,6 +12,7 @@ import eplb_core as eplb
 from eplb_core.errors import ConfigError, EplbError, PlanError
 from eplb_core.testing.model import Model, shuffles
 from eplb_core.testing.ranks import Rank, Ranks, run_ranks
+from tests.elastic.changing import Engine
 from tests.support.backends import BackendCase, case_config, case_options
 from tests.support.lives import over_gloo_and_nixl
 
@@ -82,7 +83,7 @@ def grows_and_shrinks(rank: Rank, backend: str):
 
 def eplb_drained(mapping: np.ndarray) -> np.ndarray:
     """Return a map in which rank 0 has nothing and the others every expert."""
-    num_layers, physical = mapping.shape
+    physical = mapping.shape[1]
     drained = np.full_like(mapping, -1)
     experts = np.unique(mapping)
     assert len(experts) <= physical - ROWS
@@ -181,17 +182,26 @@ NUM_EXPERTS = 6
 
 
 def serves_through_changes(rank: Rank, backend: str, rounds: int):
-    """Each round: two ranks serve, a third joins, then the first is drained and leaves, its process comes back later."""
-    from tests.elastic.changing import Engine
-
-    engine = Engine(rank, config(backend, use_async=True), NUM_EXPERTS, ROWS, LAYERS)
-    return engine.live(rounds)
+    """Each round: a third rank joins, then the first is drained and leaves; its process comes back in the next."""
+    return Engine(rank, config(backend, use_async=True), NUM_EXPERTS, ROWS, LAYERS).live(rounds)
 
 
 @over_gloo_and_nixl
 def test_an_engine_grows_and_shrinks_while_it_serves_and_every_expert_has_a_live_row(backend: BackendCase) -> None:
-    for outcome in run_ranks(3, serves_through_changes, backend.name, 1, env=backend.env, timeout_s=240):
+    for outcome in run_ranks(3, serves_through_changes, backend.name, 2, env=backend.env, timeout_s=240):
         assert outcome["wrong"] == 0
         assert outcome["without a row"] == 0
         assert outcome["commits"] > 0
-        assert outcome["steps"] > 50
+        assert outcome["steps"] > 40
+
+
+@over_gloo_and_nixl
+@pytest.mark.soak
+def test_twenty_rounds_of_growing_and_shrinking_leave_nothing_behind(backend: BackendCase) -> None:
+    outcomes = run_ranks(3, serves_through_changes, backend.name, 20, env=backend.env, timeout_s=900)
+    for outcome in outcomes:
+        assert outcome["wrong"] == outcome["without a row"] == 0
+        files, threads, resident = (list(column) for column in zip(*outcome["used"], strict=True))
+        assert max(files[-6:]) <= max(files[3:9]) + 2, files  # a process is a rank in two rounds of three
+        assert max(threads[-6:]) <= max(threads[3:9]) + 1, threads
+        assert max(resident[-6:]) <= max(resident[3:9]) + (16 << 20), resident
