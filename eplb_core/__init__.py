@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from eplb_core.discovery.select import Choice as Choice
     from eplb_core.discovery.select import select as select
     from eplb_core.errors import EplbError as EplbError
+    from eplb_core.plan.translation import translate_map as translate_map
     from eplb_core.rearrange.rearrangement import Rearrangement as Rearrangement
     from eplb_core.report import RearrangeReport as RearrangeReport
 
@@ -40,6 +41,7 @@ _HOMES = {
     "Rearrangement": "rearrange.rearrangement",
     "discover": "discovery.discover",
     "select": "discovery.select",
+    "translate_map": "plan.translation",
 }
 
 __all__ = ["__version__", "hookimpl", *_HOMES]

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy.typing as npt
 
 from eplb_core.config import EPLBConfig
 from eplb_core.control.plane import ControlPlane
 from eplb_core.errors import EplbError
-from eplb_core.rearrange.begin import begin, connect, poisoning
+from eplb_core.rearrange.begin import begin, connect
 from eplb_core.rearrange.held import HeldPlacement
 from eplb_core.rearrange.lives import Lives
+from eplb_core.rearrange.membership import ChangingMembers
 from eplb_core.rearrange.rearrangement import Rearrangement
 from eplb_core.rearrange.setup import check_arguments, set_up
 from eplb_core.rearrange.state import CommunicatorState
 from eplb_core.report import RearrangeReport
+from eplb_core.sources.provider import SourceProvider, checked_sources
 from eplb_core.weights.layout import build_layout
 
 if TYPE_CHECKING:
     import torch
     from pydantic import BaseModel
 
-Landing: TypeAlias = (
-    "Sequence[Sequence[torch.Tensor]] | tuple[Literal['if possible'], Sequence[Sequence[torch.Tensor]]]"
-)
+    from eplb_core.weights.host_landing import Landing
 
 
-class Communicator:
+class Communicator(ChangingMembers):
     """Moves expert weights between the ranks of an expert-parallel group.
 
     Built on every rank, at any time; connects at the first rearrangement. One thread at a time; commits from another.
@@ -59,6 +59,8 @@ class Communicator:
         ``[num_tensors]`` or ``[num_moe_layers][num_tensors]``, for messages and metadata keys.
     name : str
         Tells communicators of one control plane apart; equal on all ranks.
+    sources : sequence of SourceProvider
+        Where experts come from that no live rank holds: see `eplb_core.sources`. Asked in this order.
 
     Raises
     ------
@@ -66,7 +68,7 @@ class Communicator:
         Arguments do not fit; the other ranks are told when they meet.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a host's choices, most of them by name
         self,
         config: EPLBConfig,
         weights: Sequence[Sequence[torch.Tensor | Sequence[torch.Tensor]]],
@@ -78,16 +80,21 @@ class Communicator:
         landing: Landing | None = None,
         tensor_names: Sequence[str] | Sequence[Sequence[str]] | None = None,
         name: str = "default",
+        sources: Sequence[SourceProvider] = (),
     ) -> None:
         check_arguments(config, control, observers, name)
+        given = checked_sources(sources)
         self.name = name
         self.config = config
         self._lives = lives = Lives(control, name, float(config.timeout_s), device_group)
         with lives.telling_the_others():
             layout = build_layout(weights, tensor_names)
-            setup = set_up(config, layout, stream=stream, options=options, observers=observers, name=name)
+            setup = set_up(
+                config, layout, stream=stream, options=options, observers=observers, name=name, sources=given
+            )
             lives.host_landing = setup.take_landing(landing)
-            held = HeldPlacement(layout.num_layers, control.world_size, layout.num_local_physical_experts)
+            num_local, num_experts = layout.num_local_physical_experts, layout.shared.num_experts
+            held = HeldPlacement(layout.num_layers, control.world_size, num_local, num_experts)
             self._state = CommunicatorState(name, setup.info.name, held, setup.allocator)
             lives.begin(setup, self._state)
         lives.end_with(self)
@@ -143,7 +150,9 @@ class Communicator:
         with self._state.calling():
             connect(self._lives, self._state, limit_s)
 
-    def rearrange(self, old_map: npt.ArrayLike, new_map: npt.ArrayLike) -> RearrangeReport:
+    def rearrange(
+        self, old_map: npt.ArrayLike, new_map: npt.ArrayLike, *, missing: Literal["raise", "report"] = "raise"
+    ) -> RearrangeReport:
         """Bring all layers from one placement to another; collective and synchronous.
 
         Parameters
@@ -151,6 +160,9 @@ class Communicator:
         old_map, new_map : array-like of int, [num_moe_layers, num_physical_experts]
             Logical expert of every physical slot; -1 is an empty slot. Equal on all ranks. Once a first rearrangement
             was agreed, `old_map` must equal ``report.physical_to_logical_map``.
+        missing : {"raise", "report"}
+            What becomes of experts that no live rank and no source has: an error on every rank before a byte moves
+            (EPLB-P002), or their slots stay as they are and ``report.unmet`` lists them. Equal on all ranks.
 
         Raises
         ------
@@ -159,7 +171,7 @@ class Communicator:
         TransferError
             A layer was aborted on every rank; ``.report`` holds the placement.
         """
-        self.begin(old_map, new_map).run()
+        self.begin(old_map, new_map, missing=missing).run()
         return self._state.report()
 
     def begin(
@@ -169,12 +181,13 @@ class Communicator:
         *,
         layer: int | None = None,
         layers: Sequence[int] | None = None,
+        missing: Literal["raise", "report"] = "raise",
     ) -> Rearrangement:
         """Agree on a rearrangement that the host then runs layer by layer; collective.
 
         Parameters
         ----------
-        old_map, new_map
+        old_map, new_map, missing
             See `rearrange`; with `layer` one row, [num_physical_experts], with `layers` a row for each, or all rows.
         layer, layers : int, or sequence of int, or None
             The only layer that moves, at the cost of one row, or the only ones, ascending.
@@ -191,7 +204,7 @@ class Communicator:
         """
         asked = layers if layer is None else layer if layers is None else [layer, layers]  # both is refused, by all
         with self._state.calling():
-            return begin(self._lives, self._state, old_map, new_map, asked)
+            return begin(self._lives, self._state, old_map, new_map, asked, missing)
 
     def reloaded(self, physical_to_logical_map: npt.ArrayLike) -> None:
         """Declare what all rows hold after the host rewrote the weights. Local; compared at the next begin.
@@ -223,51 +236,7 @@ class Communicator:
             self._state.check_between("trim()")
             self._lives.trim()
 
-    # --- after a failure, and the end --------------------------------------------------------------------------------
-
-    def rebuild(
-        self,
-        timeout_s: float,
-        control: ControlPlane | None = None,
-        ranks: Sequence[int] | None = None,
-        device_group: Any = None,
-        landing: Landing | None = None,
-    ) -> RearrangeReport:
-        """Make the communicator usable again after a failure; collective over the ranks named.
-
-        The members meet again and settle layers in doubt, so that all know the same placement; a new epoch begins with
-        new connections. Ranks may call it at different times and unequally often: they meet at the first attempts that
-        overlap.
-
-        Parameters
-        ----------
-        timeout_s : float
-            Limit, seconds.
-        control : ControlPlane or None
-            A new one when the store was lost; ranks keep their numbers.
-        ranks : sequence of int or None
-            Members from now on, this rank among them; None keeps the members. Map columns keep their numbers; those of
-            ranks that take no part become -1.
-        device_group : ProcessGroup or None
-            A new one, for backends that use one.
-        landing : as in `Communicator`, or None
-            New landing rows, needed if those the host gave are quarantined.
-
-        Returns
-        -------
-        RearrangeReport
-            The placement that holds on all members.
-
-        Raises
-        ------
-        TransferError
-            Too much landing memory is quarantined (EPLB-T009), or a member did not come (EPLB-T002).
-        """
-        with self._state.calling():
-            self._lives.renew(control=control, ranks=ranks, device_group=device_group, landing=landing)
-            with poisoning(self._lives, self._state, "rebuild"):
-                self._lives.enter(timeout_s, everyone=False)
-            return self._state.report()
+    # --- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, force: bool = False) -> None:
         """Release everything. Without `force`, the rank that hosts the store stays until all have said goodbye.

@@ -84,6 +84,11 @@ class EPLBConfig(BaseModel):
         " can be chosen automatically; also where a LoadBalancer's rearrangement failed twice in a row. None takes no"
         " other.",
     )
+    elastic: bool = Field(
+        default=False,
+        description="Take only backends whose ranks may join later (elastic_safe), as a communicator that is to get a"
+        " successor needs.",
+    )
     max_bandwidth_gbps: float | None = Field(
         default=None,
         gt=0,

@@ -49,10 +49,15 @@ class RearrangeReport:
         Bytes of rows that this rank took from, and gave to, other ranks.
     nbytes_local : int
         Bytes of rows that moved within this rank.
+    nbytes_supplied : int
+        Bytes of rows that sources of this rank supplied.
+    unmet : tuple of (int, int, tuple of int)
+        (layer, logical expert, slots) of what the last rearrangement was asked for and no live row and no source had,
+        with ``missing="report"``; those slots stay as they are.
     seconds : float
         From begin to end on this rank.
     seconds_by_phase : Mapping[str, float]
-        Seconds of this rank's thread in "agree", "connect", "transfer", "wait", "vote" and "commit".
+        Seconds of this rank's thread in "agree", "connect", "transfer", "source", "wait", "vote" and "commit".
     backend : str
         Backend that moved them.
     epoch, generation : int
@@ -74,6 +79,8 @@ class RearrangeReport:
     nbytes_received: int = 0
     nbytes_sent: int = 0
     nbytes_local: int = 0
+    nbytes_supplied: int = 0
+    unmet: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
     seconds: float = 0.0
     seconds_by_phase: Mapping[str, float] = field(default_factory=dict)
     backend: str = ""

@@ -20,6 +20,7 @@ ROOMS = (
     "backend",
     "hookspecs",
     "config",
+    "sources",
     "weights",
     "control",
     "plan",
@@ -43,21 +44,22 @@ MODULE_LINES = 300
 LONGER = {"errors/codes.py"}
 
 ROOM_LINES = {
-    "errors": 1050,
+    "errors": 1200,
     "backend": 2100,
-    "weights": 700,
-    "control": 1350,
-    "plan": 1300,
+    "sources": 600,
+    "weights": 750,
+    "control": 1450,
+    "plan": 1400,
     "wire": 1000,
     "discovery": 1200,
     "voting": 1500,
     "memory": 700,
-    "rearrange": 3300,
+    "rearrange": 4300,
     "observers": 1100,
-    "balancing": 4450,
+    "balancing": 4700,
     "launch": 650,
     "testing": 3600,
-    "bench": 1400,
+    "bench": 1150,
     "cli": 2000,
 }
 
@@ -138,7 +140,7 @@ def test_a_room_keeps_to_its_budget(room):
 
 
 def test_what_is_in_no_face_says_that_it_is_internal():
-    faces = {"backend", "errors", "plan", "observers", "balancing", "testing"}
+    faces = {"backend", "errors", "plan", "sources", "observers", "balancing", "testing"}
     rooms = {name for name, path in FILES.items() if path.name == "__init__.py" and name and "." not in name}
     silent = [
         name

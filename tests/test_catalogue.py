@@ -143,6 +143,7 @@ def test_the_transfer_errors_that_hosts_tell_apart_have_classes_of_their_own():
         "EPLB-T004": "PoisonedError",
         "EPLB-T005": "StoreLostError",
         "EPLB-T006": "CommitError",
+        "EPLB-T023": "StalledError",
     }
 
 

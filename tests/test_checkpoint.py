@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eplb_core.bench.checkpoint import CheckpointExperts
 from eplb_core.bench.tensors import allocate, fill, verify
 from eplb_core.errors import BenchError
+from eplb_core.sources.checkpoint_files import CheckpointExperts
 
 HIDDEN, INTER, EXPERTS = 64, 48, 4
 
@@ -150,7 +150,7 @@ def test_experts_stacked_in_one_tensor_are_read_row_by_row(tmp_path):
     experts = CheckpointExperts(tmp_path)
     assert (experts.num_experts, experts.layer_numbers) == (EXPERTS, (7,))
     gate_up = stacked["model.language_model.layers.7.mlp.experts.gate_up_proj"]
-    assert np.array_equal(rows(experts, 0, "gate_up_proj")[3], bytes_of(gate_up[3]))
+    assert np.array_equal(rows(experts, 0, "w13")[3], bytes_of(gate_up[3]))
 
 
 def test_a_rank_reads_the_rows_it_holds_and_no_others(tmp_path):

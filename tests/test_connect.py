@@ -163,4 +163,4 @@ def test_a_rank_that_never_comes_is_named_within_the_limit() -> None:
         assert ranks.hear(0, 20) == "done"
         ranks.tell(1, "go home")
         text, _ = ranks.values(20)
-    assert text.startswith("Stalled for 1.5 s in connect, phase meeting, waiting for rank 1.")
+    assert text.startswith("Endpoint not ready after 1.5s: rank 1 (not seen at the store 127.0.0.1:")

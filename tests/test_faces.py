@@ -16,7 +16,18 @@ import pytest
 from pydantic import BaseModel
 
 SNAPSHOT = Path(__file__).parent / "data" / "faces"
-FACES = ("", ".backend", ".backend.toolkit", ".hookspecs", ".errors", ".plan", ".observers", ".balancing", ".testing")
+FACES = (
+    "",
+    ".backend",
+    ".backend.toolkit",
+    ".hookspecs",
+    ".errors",
+    ".plan",
+    ".sources",
+    ".observers",
+    ".balancing",
+    ".testing",
+)
 
 
 def written(face: str) -> str:

@@ -283,7 +283,7 @@ class Opaque(torch.Tensor):
         (lambda: torch.zeros(0, 4), "no experts"),
         (lambda: np.zeros((4, 2)), "it is a ndarray, not a torch.Tensor"),
         (lambda: None, "it is a NoneType, not a torch.Tensor"),
-        (lambda: torch.zeros(3, 2), "it holds 3 experts, layer 0 'w13_weight' 4"),
+        (lambda: torch.zeros(3, 2), "it holds 3 experts, layer 1 'w13_weight' 4"),
     ],
 )
 def test_what_has_no_bytes_of_its_own_to_move_is_refused_by_name(make, problem):
@@ -296,7 +296,7 @@ def test_the_resolved_form_of_a_refused_complex_tensor_is_accepted():
     assert one(torch.zeros(4, 2, dtype=torch.complex64).conj().resolve_conj()).rows[0][0].shape == (4, 16)
 
 
-@pytest.mark.parametrize("weights", [[], [[]], [[torch.zeros(2)], []], None, 3, "ab", {"w": 1}, torch.zeros(2, 2)])
+@pytest.mark.parametrize("weights", [[[]], [[torch.zeros(2)], []], None, 3, "ab", {"w": 1}, torch.zeros(2, 2)])
 def test_what_is_no_list_of_lists_of_tensors_is_refused(weights):
     with pytest.raises(MetadataError, match="EPLB-M001"):
         build_layout(weights)
@@ -445,7 +445,7 @@ def test_the_record_is_the_same_for_other_memory_of_the_same_kind():
     first, second = (build_layout(weights(), ["w", "s"]).record() for _ in range(2))
     assert isinstance(first, LayoutRecord)
     assert first == second
-    assert first.num_local_physical_experts == 2
+    assert first.num_experts == (2, 2, 2)
     assert [tensor.dtype for tensor in first.tensors[0]] == ["float32", "bfloat16"]
 
 

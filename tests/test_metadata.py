@@ -196,7 +196,7 @@ def layouts(draw):
     ]
     picks = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5))
     names = [tuple(draw(st.lists(texts, min_size=len(pick), max_size=len(pick), unique=True))) for pick in picks]
-    return LayoutRecord(draw(st.integers(1, 2**20)), tuple(names), tuple(picks))
+    return LayoutRecord(tuple(draw(st.integers(1, 2**20)) for _ in picks), tuple(names), tuple(picks))
 
 
 records = st.builds(
@@ -264,7 +264,7 @@ def test_the_wire_format_is_packed_json_with_the_payload_as_it_is_and_no_pickle(
     document, payload = split(blob)
     assert payload == RECORD.payload
     assert document["names"] == [["w13_weight", "w2_weight", "scale"]]
-    assert document["layers"] == [[0, 0]] * 3
+    assert document["layers"] == [[0, 0, 4]] * 3
     assert document["tensors"][0][0] == ["float32", [3, 2], [2, 1], 24, -1]
     assert RankRecord.from_bytes(join(document), rank=1) == RECORD
     assert "not a dict" in malformed(join([document]))
@@ -311,14 +311,13 @@ def test_a_value_of_another_type_is_refused_naming_its_key(name, value):
         {"members": [-1]},
         {"members": [1 << 63]},
         {"members": [True]},
-        {"num_local_physical_experts": 0},
-        {"num_local_physical_experts": 1 << 63},
-        {"layers": []},
-        {"layers": [[0, 1]]},
-        {"layers": [[1, 0]]},
-        {"layers": [[-1, 0]]},
-        {"layers": [[0]]},
         {"layers": [[0, 0, 0]]},
+        {"layers": [[0, 0, 1 << 63]]},
+        {"layers": [[0, 1, 4]]},
+        {"layers": [[1, 0, 4]]},
+        {"layers": [[-1, 0, 4]]},
+        {"layers": [[0, 0]]},
+        {"layers": [[0]]},
         {"names": [["a", "b"]]},
         {"names": [["a", "b", "b"]]},
         {"names": [[]], "tensors": [[]]},
@@ -435,7 +434,7 @@ def test_packed_json_that_ends_early_or_late_is_refused():
         ({"options": {"a": 10**5000}}, "shared option 'a' does not fit 64 bits"),
         ({"payload": bytes(MAX_PAYLOAD_NBYTES + 1)}, "payload takes 1048577 bytes where at most 1048576 are accepted"),
         (
-            {"layout": LayoutRecord(1, (("w",),) * 300_000, (LAYOUT.tensors[0][:1],) * 300_000)},
+            {"layout": LayoutRecord((1,) * 300_000, (("w",),) * 300_000, (LAYOUT.tensors[0][:1],) * 300_000)},
             "300000 tensors are registered",
         ),
     ],
@@ -450,7 +449,10 @@ def test_what_no_peer_would_accept_cannot_become_a_record(changes, problem):
 def test_a_record_too_long_for_the_wire_is_refused_where_it_is_made():
     def record(*names):
         return replace(
-            RECORD, layout=LayoutRecord(1, tuple((name,) for name in names), (LAYOUT.tensors[0][:1],) * len(names))
+            RECORD,
+            layout=LayoutRecord(
+                (1,) * len(names), tuple((name,) for name in names), (LAYOUT.tensors[0][:1],) * len(names)
+            ),
         )
 
     with pytest.raises(MetadataError, match="of JSON where at most") as caught:
@@ -510,7 +512,7 @@ def relayout(*, num_experts=4, names=LAYOUT.names, tensors=LAYOUT.tensors, layer
         records = list(tensors[layer])
         records[index] = replace(records[index], **of_a_tensor)
         tensors = (*tensors[:layer], tuple(records), *tensors[layer + 1 :])
-    return changed(layout=LayoutRecord(num_experts, names, tensors))
+    return changed(layout=LayoutRecord((num_experts,) * len(names), names, tensors))
 
 
 def mismatch(peer, code, local=RECORD):
@@ -582,9 +584,12 @@ def test_long_lists_of_keys_are_cut_and_the_difference_is_not_lost_in_them():
     assert len(text) < 5000
 
 
-def test_experts_per_rank_must_be_equal():
+def test_experts_per_rank_must_be_equal_in_every_layer():
     error = mismatch(relayout(num_experts=8), "EPLB-M004")
-    assert str(error).startswith("NIXL EPLB num_local_physical_experts mismatch with rank 2: local=4, peer=8")
+    assert str(error).startswith(
+        "NIXL EPLB num_local_physical_experts mismatch with rank 2: local=4, peer=8 in layer 0"
+    )
+    assert "2 more layer(s)" in str(error)
 
 
 def test_a_size_mismatch_has_the_text_users_search_for_and_the_kind_of_both_tensors():
@@ -670,7 +675,7 @@ def test_checks_come_in_the_order_in_which_one_explains_the_next():
     seen.append(difference(RECORD, peer).code)
     peer = replace(peer, layout=layout)
     seen.append(difference(RECORD, peer).fields["field"])
-    peer = replace(peer, layout=replace(layout, num_local_physical_experts=4))
+    peer = replace(peer, layout=replace(layout, num_experts=LAYOUT.num_experts))
     seen.append(difference(RECORD, peer).code)
     for name in ("nbytes", "dtype", "shape", "stride"):
         records = peer.layout.tensors[0]
@@ -692,8 +697,8 @@ def test_digests_are_equal_exactly_when_there_is_no_difference(record, data):
     taken = data.draw(st.sets(st.sampled_from([each.name for each in fields(RankRecord)])))
     peer = replace(record, **{name: getattr(other, name) for name in taken})
     if data.draw(st.booleans()):
-        layout = {name: getattr(other.layout, name) for name in ("num_local_physical_experts",)}
-        peer = replace(peer, layout=replace(record.layout, **layout))
+        more = tuple(count + data.draw(st.integers(0, 1)) for count in record.layout.num_experts)
+        peer = replace(peer, layout=replace(record.layout, num_experts=more))
     if data.draw(st.booleans()):
         layer = data.draw(st.integers(0, len(peer.layout.tensors) - 1))
         tensors = list(peer.layout.tensors)

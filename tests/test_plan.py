@@ -482,7 +482,7 @@ def test_nothing_a_plan_hands_out_can_be_written():
     share, order = shared(plan, 0, 0, geometry_of(3, [8]), landing_layout="packed_by_peer"), plan.commit_plan(0, 0)
     arrays = [value for thing in (plan, share.sends, share.receives, order) for value in vars(thing).values()]
     arrays = [*(a for a in arrays if isinstance(a, np.ndarray)), plan.pairs]
-    assert len(arrays) == (8 + 2) + 8 + 8 + 3 + 1
+    assert len(arrays) == (9 + 2) + 8 + 8 + 3 + 1
     for array in arrays:
         with pytest.raises(ValueError, match="read-only"):
             array[...] = 0

@@ -9,10 +9,10 @@ import torch
 from eplb_core.balancing import balancedness, rebalance_experts
 from eplb_core.bench.load import zipf_load
 from eplb_core.bench.presets import PRESETS, fitting_scale, preset, scaled, tensor_specs
-from eplb_core.bench.specs import TensorSpec
 from eplb_core.bench.tensors import GeneratedExperts, allocate, byte_rows, fill, verify
 from eplb_core.bench.workload import BUDGET_NBYTES, WorkloadOptions, build_workload, check_memory
 from eplb_core.errors import BenchError
+from eplb_core.sources.specs import TensorSpec
 
 # Billions of parameters as published with the model: in total, and used by a token.
 PUBLISHED = {

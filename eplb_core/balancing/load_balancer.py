@@ -12,6 +12,7 @@ from eplb_core.arrays import IntArray
 from eplb_core.balancing.background import BackgroundRearrangement
 from eplb_core.balancing.comparison import given_here
 from eplb_core.balancing.core_access import CoreAccess
+from eplb_core.balancing.draining import Draining
 from eplb_core.balancing.engine_side import EngineSide, OnCommit
 from eplb_core.balancing.handover import CLOSING, Handover, let_go
 from eplb_core.balancing.load_window import LoadWindow
@@ -20,7 +21,7 @@ from eplb_core.balancing.policy import load_policy
 from eplb_core.balancing.progress import LoadBalancerStatus, Progress
 from eplb_core.balancing.promise import PromiseBook
 from eplb_core.balancing.rearranger import Rearranger
-from eplb_core.balancing.setup import check_arguments, checked_experts, checked_placement
+from eplb_core.balancing.setup import check_arguments, checked_experts, checked_placement, config_for
 from eplb_core.balancing.worker import Worker
 from eplb_core.communicator import Communicator
 from eplb_core.config import EPLBConfig
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 _CLOSE_GRACE_S = 10.0
 
 
-class LoadBalancer:
+class LoadBalancer(Draining):
     """Watches which experts are busy, and rearranges them over the ranks while the model serves.
 
     Built on every rank of the expert-parallel group, at the same forward step; it connects the communicator, and uses
@@ -80,10 +81,10 @@ class LoadBalancer:
     ) -> None:
         check_arguments(config, communicator, on_commit, num_expert_groups)
         self.config = config
-        self._on_commit = on_commit
-        self._num_expert_groups = num_expert_groups
+        self._on_commit, self._num_expert_groups = on_commit, num_expert_groups
         self._policy = load_policy(config)
         self._closed = self._inside_step = False
+        self._worker: Worker | None = None
         core = CoreAccess(communicator, config)
         placement = checked_placement(core, physical_to_logical_map)
         self._num_logical_experts = checked_experts(config, num_logical_experts, placement)
@@ -93,8 +94,7 @@ class LoadBalancer:
         """Connect, and count from 0."""
         experts = {"num_logical_experts": self._num_logical_experts, "num_expert_groups": self._num_expert_groups}
         core.connect(placement, given_here(core.config, placement, **experts))
-        self._core, config = core, core.config
-        self._stopped = False
+        self._core, config, self._stopped = core, core.config, False
         self._book, self._progress = PromiseBook(), Progress()
         size, interval = config.window_size, config.step_interval
         self._handover = Handover(self._book, placement, interval)
@@ -102,8 +102,7 @@ class LoadBalancer:
         self._let_go.atexit = False  # it ends then by itself; in a forked child, a lock may be held by nobody
         self._window = LoadWindow(placement, self._num_logical_experts, window_size=size, step_interval=interval)
         self._engine = EngineSide(core, self._book, self._handover, self._progress, self._window, self._on_commit)
-        placing = Placing(core, self._policy, progress=self._progress, **experts)
-        self._worker: Worker | None = None
+        self._placing = placing = Placing(core, self._policy, progress=self._progress, **experts)
         shared = (core, self._book, self._handover, self._progress)
         if config.use_async:
             self._rearranger = Rearranger(*shared, placing, BackgroundRearrangement(*shared).run)
@@ -201,8 +200,8 @@ class LoadBalancer:
     @property
     def status(self) -> LoadBalancerStatus:
         """What it is doing, for which layer, for whom it waits and since when."""
-        next_step, backend = self._handover.next_step, self._core.communicator.backend
-        status = self._progress.status(self._book, next_step=next_step, backend=backend)
+        backend = self._core.communicator.backend
+        status = self._progress.status(self._book, next_step=self._handover.next_step, backend=backend)
         return replace(status, phase="closed") if self._closed else status
 
     # --- what the host does otherwise ---------------------------------------------------------------------------------
@@ -241,6 +240,7 @@ class LoadBalancer:
         self._check_open("adopt()")
         check_arguments(self.config, communicator, self._on_commit, self._num_expert_groups)
         placement = checked_placement(core := CoreAccess(communicator, self.config), physical_to_logical_map)
+        self.config = core.config = config_for(self.config, self._num_logical_experts, placement)
         self._engine.drop(None)  # the map that was given is to hold
         self._stop(together=True)
         self._begin(core, placement)

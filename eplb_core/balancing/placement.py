@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +23,7 @@ def rebalance_experts(
     num_ranks: int,
     num_groups: int = 1,
     num_nodes: int = 1,
+    active: npt.ArrayLike | None = None,
 ) -> IntArray:
     """Place experts by hierarchical expert-parallel load balancing (``policy="default"``).
 
@@ -43,6 +46,9 @@ def rebalance_experts(
         Groups of consecutive logical experts, of equal size, that the router picks from.
     num_nodes : int
         Nodes that the ranks are on.
+    active : array_like of bool [num_ranks] or None
+        Ranks that may hold experts; the slots of dead and draining ones are -1. None: all. Nodes of which unequally
+        many ranks are active count as one.
 
     Returns
     -------
@@ -62,6 +68,9 @@ def rebalance_experts(
     fewest replicas comes first, so that a layer without load does not give all its replicas to expert 0.
     """
     loads = checked_load(load)
+    if active is not None:
+        sizes = num_physical_experts, num_ranks, num_groups, num_nodes
+        return _on_active_ranks(loads, np.asarray(active), *sizes)
     num_layers, num_logical_experts = loads.shape
     _check_sizes(num_logical_experts, num_physical_experts, num_ranks, num_groups, num_nodes)
     if num_groups % num_nodes or num_ranks % num_nodes:
@@ -82,6 +91,30 @@ def rebalance_experts(
     replica_load = np.take_along_axis(node_load / num_replicas, replicas, axis=1)
     slots = np.take_along_axis(replicas, _pack(replica_load, num_ranks // num_nodes), axis=1)
     return np.take_along_axis(experts, slots, axis=1).reshape(num_layers, num_physical_experts)
+
+
+def _on_active_ranks(
+    loads: FloatArray, active: npt.NDArray[Any], num_slots: int, num_ranks: int, num_groups: int, num_nodes: int
+) -> IntArray:
+    """Place experts on some ranks only; the slots of the others are empty."""
+    if active.shape != (num_ranks,) or active.dtype != bool:
+        problem = (
+            f"active= is {active.dtype} {list(active.shape)}, where a bool for each of {num_ranks} ranks is needed"
+        )
+        raise PlanError("EPLB-P006", problem=problem)
+    if not active.any() or num_slots % num_ranks:
+        problem = f"{int(active.sum())} of {num_ranks} ranks are active, with {num_slots} slots in all"
+        raise PlanError("EPLB-P006", problem=problem)
+    local, count = num_slots // num_ranks, int(active.sum())
+    if num_ranks % num_nodes:
+        num_nodes = 1
+    per_node = np.add.reduceat(active.astype(np.int64), np.arange(0, num_ranks, num_ranks // num_nodes))
+    even = per_node[per_node > 0]
+    nodes = len(even) if (even == even[0]).all() else 1
+    placed = rebalance_experts(loads, count * local, num_ranks=count, num_groups=num_groups, num_nodes=nodes)
+    everywhere = np.full((len(loads), num_slots), -1, np.int64)
+    everywhere[:, np.repeat(active, local)] = placed
+    return everywhere
 
 
 def _pack(weights: FloatArray, num_bins: int) -> IntArray:

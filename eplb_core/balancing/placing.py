@@ -56,6 +56,8 @@ class Placing:
         self._progress = progress
         self._exchange: LoadExchange | None = None
         self._said_not_worth_it = False
+        self.draining: frozenset[int] = frozenset()
+        """Members that are to hold nothing; the lowest member's count."""
 
     def begin_epoch(self) -> None:
         """The members have met anew: they count their exchanges from the start."""
@@ -107,7 +109,9 @@ class Placing:
 
     def _place(self, old_map: IntArray, load: FloatArray) -> NewPlacement:
         core = self._core
-        group = Group(core.world_size, core.members.members, core.nodes, self._num_expert_groups)
+        leaving = self.draining.intersection(core.members.members)
+        stay = tuple(rank for rank in core.members.members if rank not in leaving)
+        group = Group(core.world_size, stay, core.nodes, self._num_expert_groups, tuple(sorted(leaving)))
         return new_placement(self._policy, load, old_map, group)
 
     def _log(self, new: NewPlacement, num_layers: int) -> None:

@@ -57,12 +57,15 @@ class Group:
         ``[world_size]``, the node of each rank; None is one node for all.
     num_expert_groups : int
         Groups of consecutive logical experts that the router picks from.
+    draining : tuple of int
+        Ranks that are about to leave: they get nothing, and keep what they have in layers that stay.
     """
 
     world_size: int
     members: tuple[int, ...]
     nodes: tuple[int, ...] | None = None
     num_expert_groups: int = 1
+    draining: tuple[int, ...] = ()
 
     @property
     def num_nodes(self) -> int:
@@ -178,7 +181,7 @@ def new_placement(policy: Policy, load: FloatArray, old: IntArray, group: Group)
         EPLB-P006: the sizes or the load allow no placement, or the policy returned none.
     """
     members, num_layers = len(group.members), len(old)
-    columns = _columns(group, old.shape[1])
+    columns = _columns(group.world_size, group.members, old.shape[1])
     before = old[:, columns]
     wanted = _asked(policy, load, before.shape, members, group)
     after = align(before, wanted, members, num_nodes=group.num_nodes)
@@ -192,6 +195,8 @@ def new_placement(policy: Policy, load: FloatArray, old: IntArray, group: Group)
     after[~changes] = before[~changes]
     new = np.full_like(old, -1)
     new[:, columns] = after
+    kept = _columns(group.world_size, group.draining, old.shape[1])
+    new[np.ix_(~changes, kept)] = old[np.ix_(~changes, kept)]  # whose experts have other rows as well
     moved = np.flatnonzero(changes)
     return NewPlacement(
         physical_to_logical_map=new,
@@ -203,9 +208,9 @@ def new_placement(policy: Policy, load: FloatArray, old: IntArray, group: Group)
     )
 
 
-def _columns(group: Group, num_physical_experts: int) -> IntArray:
-    local = num_physical_experts // group.world_size
-    columns: IntArray = (np.array(group.members)[:, None] * local + np.arange(local)).ravel()
+def _columns(world_size: int, ranks: Sequence[int], num_physical_experts: int) -> IntArray:
+    local = num_physical_experts // world_size
+    columns: IntArray = (np.array(ranks, dtype=np.int64)[:, None] * local + np.arange(local)).ravel()
     return columns
 
 

@@ -42,6 +42,11 @@ def checked_placement(core: CoreAccess, given: npt.ArrayLike) -> IntArray:
     return checked
 
 
+def config_for(config: EPLBConfig, num_logical_experts: int, placement: IntArray) -> EPLBConfig:
+    """Return a configuration with the redundant experts of a group of another size."""
+    return config.model_copy(update={"num_redundant_experts": max(0, placement.shape[1] - num_logical_experts)})
+
+
 def checked_experts(config: EPLBConfig, num_logical_experts: int, placement: IntArray) -> int:
     """Return the number of logical experts; one that does not fit the slots or the map is refused (EPLB-C015)."""
     checked = check_slots(config, num_logical_experts, placement.shape[1])

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import ceil
 
-from eplb_core.bench.specs import TensorSpec
 from eplb_core.errors import BenchError
+from eplb_core.sources.specs import TensorSpec
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core.bench.specs import TensorSpec
+from eplb_core.sources.provider import ByteArray, byte_rows
+from eplb_core.sources.specs import TensorSpec
 from eplb_core.testing.known_bytes import known_bytes
 
 if TYPE_CHECKING:
     import torch
 
-ByteArray = npt.NDArray[np.uint8]
 IntArray = npt.NDArray[np.int64]
 
 
@@ -112,14 +112,6 @@ def allocate(specs: Sequence[tuple[TensorSpec, ...]], num_local_physical_experts
         [torch.empty((num_local_physical_experts, *spec.shape), dtype=getattr(torch, spec.dtype)) for spec in layer]
         for layer in specs
     ]
-
-
-def byte_rows(tensor: torch.Tensor) -> ByteArray:
-    """View a contiguous CPU tensor as uint8 ``[num_rows, nbytes_per_row]``."""
-    import torch
-
-    rows: ByteArray = tensor.reshape(tensor.shape[0], -1).view(torch.uint8).numpy()
-    return rows
 
 
 def fill(

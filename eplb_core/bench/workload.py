@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_core.bench.checkpoint import CheckpointExperts
 from eplb_core.bench.memory import available_nbytes
 from eplb_core.bench.presets import DEFAULT_PRESET, fitting_scale, preset, scaled, tensor_specs
 from eplb_core.bench.tensors import ExpertSource, GeneratedExperts
 from eplb_core.errors import BenchError
+from eplb_core.sources.checkpoint_files import CheckpointExperts
 
 IntArray = npt.NDArray[np.int64]
 

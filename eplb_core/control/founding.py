@@ -36,6 +36,8 @@ class Founded:
         Where this rank listens.
     presence : Presence or None
         Watches which other ranks are there; at rank 0 only.
+    hosts : mapping of int to str
+        Address of every rank.
     """
 
     store: Any
@@ -43,6 +45,7 @@ class Founded:
     world_size: int
     location: Location
     presence: Presence | None
+    hosts: Mapping[int, str]
 
 
 def found(group: Any, host: object, ports: object, timeout_s: float) -> Founded:
@@ -82,7 +85,9 @@ def found(group: Any, host: object, ports: object, timeout_s: float) -> Founded:
         store = None  # the frames of the error would keep it alive
         raise
     addresses = {peer: str(record["address"]) for peer, record in enumerate(records)}
-    return Founded(store, rank, world_size, locations[rank], Presence(port, addresses) if rank == 0 else None)
+    hosts = {peer: location.host for peer, location in locations.items()}
+    presence = Presence(port, addresses) if rank == 0 else None
+    return Founded(store, rank, world_size, locations[rank], presence, hosts)
 
 
 def locate(host: object, ports: object, timeout_s: float) -> tuple[Location, Ports | None]:

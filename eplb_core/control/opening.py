@@ -60,9 +60,7 @@ def open_again(store: Any, timeout_s: float) -> Opened:
     """
     import torch.distributed as dist
 
-    inner = store
-    while isinstance(inner, dist.PrefixStore):
-        inner = inner.underlying_store
+    inner = _innermost(store)
     if isinstance(inner, dist.TCPStore):
         opened = _open(store.clone, (inner.host, inner.port), timeout_s)
         opened.store.set_timeout(timedelta(seconds=max(timeout_s, _LEAST_S)))
@@ -75,6 +73,22 @@ def open_again(store: Any, timeout_s: float) -> Opened:
             raise StoreGone(first_line(error)) from error
         problem = f"a {type(inner).__name__} cannot be connected to once more: it has no clone()"
         raise ConfigError("EPLB-C009", problem=problem) from error
+
+
+def address_of(store: Any) -> str | None:
+    """Return host and port of a TCPStore, below any prefixes; None for a store of another kind."""
+    import torch.distributed as dist
+
+    inner = _innermost(store)
+    return written((inner.host, inner.port)) if isinstance(inner, dist.TCPStore) else None
+
+
+def _innermost(store: Any) -> Any:
+    import torch.distributed as dist
+
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def open_client(host: str, port: int, timeout_s: float) -> Opened:

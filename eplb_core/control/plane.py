@@ -8,7 +8,7 @@ from eplb_core.control.claims import Claims
 from eplb_core.control.founding import found, locate
 from eplb_core.control.hosts import Location
 from eplb_core.control.listen import Ports, checked_ports
-from eplb_core.control.opening import Opened, checked_limit, open_again
+from eplb_core.control.opening import Opened, address_of, checked_limit, open_again
 from eplb_core.control.presence import Presence
 from eplb_core.control.store import StoreClient, StoreGone
 from eplb_core.errors import ConfigError
@@ -66,6 +66,7 @@ class ControlPlane:
         self._presence: Presence | None = None
         self._is_own = False  # True for a store that `from_process_group` made: it holds no other group's keys
         self._claims = Claims()
+        self._hosts: dict[int, str] = {}
 
     @classmethod
     def from_store(
@@ -165,7 +166,7 @@ class ControlPlane:
             timeout_s=timeout_s,
             location=made.location,
         )
-        control._presence, control._is_own = made.presence, True
+        control._presence, control._is_own, control._hosts = made.presence, True, dict(made.hosts)
         return control
 
     # --- where this rank is ------------------------------------------------------------------------------------------
@@ -179,6 +180,15 @@ class ControlPlane:
     def host_given(self) -> bool:
         """Did the host engine name that address?"""
         return self.location.host_given
+
+    def host_of(self, rank: int) -> str | None:
+        """Return the address of a rank that was known when the control plane was made, or None."""
+        return self._hosts.get(rank)
+
+    @property
+    def store_address(self) -> str | None:
+        """Host and port of a TCPStore; None for a store of another kind."""
+        return address_of(self._store)
 
     @property
     def boot_id(self) -> str:

@@ -61,11 +61,11 @@ def select(cfg: EPLBConfig, device_type: str = "cuda", elastic: bool = False, ca
     Parameters
     ----------
     cfg : EPLBConfig
-        ``communicator``, ``use_async`` and ``fallback`` are read.
+        ``communicator``, ``use_async``, ``elastic`` and ``fallback`` are read.
     device_type : str
         ``torch.device.type`` of the weights.
     elastic : bool
-        Will ranks join after connect?
+        Will ranks join after connect? ``cfg.elastic`` says so as well.
     catalog : Catalog or None
         What is installed; None discovers it.
 
@@ -85,7 +85,7 @@ def select(cfg: EPLBConfig, device_type: str = "cuda", elastic: bool = False, ca
     if not isinstance(cfg, EPLBConfig):
         raise ConfigError("EPLB-C001", problem=f"select() takes an EPLBConfig, got {type(cfg).__name__}")
     catalog = discover() if catalog is None else catalog
-    need = need_of(cfg.use_async, device_type, elastic)
+    need = need_of(cfg.use_async, device_type, elastic or cfg.elastic)
     if cfg.communicator is None:
         return _automatic(cfg, need, catalog)
     name = cfg.communicator

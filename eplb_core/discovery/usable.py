@@ -91,8 +91,13 @@ def _rule_device(info: BackendInfo, need: Need) -> str | None:
     return f"it moves weights on {', '.join(info.device_types)}, not on {need.device_type}"
 
 
+def why_not_elastic(info: BackendInfo) -> str | None:
+    """Return why a communicator of this backend cannot get a successor, or None."""
+    return None if info.elastic_safe else "ranks cannot join after connect (not elastic_safe)"
+
+
 def _rule_elastic(info: BackendInfo, need: Need) -> str | None:
-    return "ranks cannot join after connect (not elastic_safe)" if need.elastic and not info.elastic_safe else None
+    return why_not_elastic(info) if need.elastic else None
 
 
 def _rule_available(info: BackendInfo, need: Need) -> str | None:  # noqa: ARG001 - one signature for all rules

@@ -121,6 +121,7 @@ _FAMILIES: dict[str, type[EplbError]] = {
 }
 _SPECIAL: dict[str, type[EplbError]] = {
     "EPLB-T002": StalledError,
+    "EPLB-T023": StalledError,
     "EPLB-T003": PeerLostError,
     "EPLB-T004": PoisonedError,
     "EPLB-T005": StoreLostError,

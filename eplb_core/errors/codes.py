@@ -92,7 +92,8 @@ _add(
     situations=[
         "the library behind the backend is not installed or does not load",
         "the weights live on a device the backend does not handle",
-        "select() was called with elastic=True, and the backend does not declare elastic_safe",
+        "elastic=True was asked for, in EPLBConfig or select(), and the backend does not declare elastic_safe",
+        "successor() was called on a communicator whose backend does not declare elastic_safe",
     ],
     solutions=[
         "follow the install hint in the message",
@@ -161,6 +162,7 @@ _add(
         "another communicator of that name is open on this control plane",
         "device_group= is missing, or is not the group of the members, for a backend that needs it",
         "an observer was given to a second communicator",
+        "successor() was given the control plane, or the store, of the communicator that it succeeds",
     ],
     solutions=[
         "correct the argument that the message names",
@@ -231,6 +233,18 @@ _add(
         "the configuration is another one than the communicator's",
     ],
     solutions=["correct the argument or the field that the message names"],
+)
+_add(
+    "EPLB-C016",
+    "The source {source!r} cannot be used: {problem}.",
+    meaning="What a source of experts is built from does not hold them in a form in which they can be supplied.",
+    when="When a CheckpointSource or HostMemorySource is built.",
+    situations=[
+        "a folder without experts under the names of Qwen3-MoE, DeepSeek-V3 or Mixtral",
+        "layers= names layers of the model that have no routed experts",
+        "tensors= names tensors that the checkpoint does not have",
+    ],
+    solutions=["correct the argument", "give a source of your own: an object with holds() and read()"],
 )
 
 # --- D: discovery -----------------------------------------------------------------------------------------------------
@@ -763,6 +777,35 @@ _add(
         "look at the exception that the message names, or at the thread's stack (py-spy dump)",
         "close() the LoadBalancer and serve on with the placement that holds",
     ],
+)
+_add(
+    "EPLB-T023",
+    "Endpoint not ready after {seconds:g}s: {endpoints}.",
+    meaning="Ranks that were to meet did not come to the store, or stopped in the middle of the meeting.",
+    when="When the members meet: at connect, at the first rearrangement, in rebuild, successor and LoadBalancer. Each "
+    "rank that waits raises it after its own limit, and names the same ranks.",
+    situations=[
+        "a rank's process has not been started, or died before it built its communicator",
+        "a rank was given another store, or the store of another job",
+        "a rank still loads its weights, and takes longer than the limit",
+        "a rank was told to meet other members (the text says which)",
+    ],
+    solutions=[
+        "look at the log of the rank that is named first; parentheses hold its address and the store's, where known",
+        "from its machine, see whether the store's port can be reached",
+        "connect(timeout_s=...) takes a longer limit than timeout_s for ranks that are built minutes apart",
+    ],
+)
+_add(
+    "EPLB-T024",
+    "Rank {rank}: the source {source} did not supply layer {layer}, tensor {tensor}, expert {expert}: {reason}.",
+    meaning="A source that said it holds an expert could not supply its bytes. The layer stays old on every rank.",
+    when="In a rearrangement of which no live rank holds an expert, on every rank, in begin() or at the layer's vote.",
+    situations=[
+        "a file of the checkpoint is gone, truncated, or cannot be read",
+        "its rows have another size than the registered ones: another dtype, or tensors in another order",
+    ],
+    solutions=["look at the reason", "CheckpointSource(..., tensors=tensor_names) says which tensor is which"],
 )
 
 # --- B: bench and demo ------------------------------------------------------------------------------------------------

@@ -53,20 +53,22 @@ def commit_copies(
     receives: MoveColumns,
     landing: LandingMemory,
     slot: int,
+    supplied: Sequence[tuple[int, int, torch.Tensor]] = (),
 ) -> CommitCopies:
     """Lay out the commit of one layer on this rank: local copies by level, received rows, then duplicates of these.
 
     Notes
     -----
+    ``supplied`` is (tensor, row, landing row) of what sources supply; it is copied with the received rows.
     ``row_views`` are the live rows, uint8, ``[num_tensors][num_local_physical_experts]``.
     """
     moving = geometry.moving.tolist()
     sizes = geometry.nbytes.tolist()
-    spare_number = geometry.num_local_physical_experts
+    num_rows = geometry.num_local_physical_experts  # the spare row has a higher number
     steps: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     def live(tensor: int, row: int) -> torch.Tensor:
-        return landing.spare_row(tensor, sizes[tensor]) if row == spare_number else row_views[tensor][row]
+        return landing.spare_row(tensor, sizes[tensor]) if row >= num_rows else row_views[tensor][row]
 
     pairs = plan.copies.tolist()
     for start, end in itertools.pairwise(plan.level_starts.tolist()):
@@ -77,9 +79,10 @@ def commit_copies(
                 [live(tensor, source) for _, source in level for tensor in moving],
             )
         )
-    if len(receives):
+    if len(receives) or supplied:
         to = [row_views[t][r] for t, r in zip(receives.tensor.tolist(), receives.row.tolist(), strict=True)]
-        steps.append((to, landing.landed_rows(slot, receives)))
+        to += [row_views[tensor][row] for tensor, row, _ in supplied]
+        steps.append((to, landing.landed_rows(slot, receives) + [landed for _, _, landed in supplied]))
     duplicates = plan.duplicates.tolist()
     if duplicates:
         steps.append(
@@ -88,5 +91,5 @@ def commit_copies(
                 [row_views[tensor][source] for _, source in duplicates for tensor in moving],
             )
         )
-    local_rows = sum(1 for to, _ in pairs if to != spare_number) + len(duplicates)
+    local_rows = sum(1 for to, _ in pairs if to < num_rows) + len(duplicates)
     return CommitCopies(tuple(steps), local_rows * sum(sizes[tensor] for tensor in moving))

@@ -38,15 +38,16 @@ class LandingMemory:
         self.rows = None if host_landing is None else list(host_landing)
         self._allocator = allocator
         self._layout_name = landing_layout
-        nbytes = max(_slot_nbytes(g, landing_layout, num_peers) for g in layout.geometries)
+        nbytes = max((_slot_nbytes(g, landing_layout, num_peers) for g in layout.geometries), default=0)
         self._first_own = 0 if host_landing is None else len(host_landing)
         if host_landing is not None:
             landing_device = host_landing[0][0].device
             nbytes = sum(_padded(tensor.numel()) for tensor in host_landing[0])
+        count = staging_layers - self._first_own if layout.num_layers else 0
         self._blocks: list[StagingBlock] = []
         self._spare: dict[int, torch.Tensor] = {}
         try:
-            for _ in range(self._first_own, staging_layers):
+            for _ in range(count):
                 self._blocks.append(allocator.allocate(nbytes, landing_device))
         except BaseException:
             self.release()
@@ -89,6 +90,19 @@ class LandingMemory:
         slot_bytes = self.slots[slot]
         ends = (receives.landing_offset + receives.nbytes).tolist()
         return [slot_bytes[start:end] for start, end in zip(receives.landing_offset.tolist(), ends, strict=True)]
+
+    @property
+    def is_grid(self) -> bool:
+        """Has every row a place of its own, which follows from its tensor and number?"""
+        return self.rows is not None or self._layout_name == "rows"
+
+    def grid_row(self, slot: int, geometry: LayerGeometry, tensor: int, row: int) -> torch.Tensor:
+        """Return the place of a row in a grid, uint8 ``[nbytes]``."""
+        if self.rows is not None:
+            return self.rows[slot][tensor][row]
+        nbytes = int(geometry.nbytes[tensor])
+        start = int(geometry.offsets[tensor]) + row * nbytes
+        return self.slots[slot][start : start + nbytes]
 
     def release(self, events: Mapping[int, object] | None = None, rest: object | None = None) -> None:
         """Give the slots back to their allocator, each with the event after which nothing touches it.

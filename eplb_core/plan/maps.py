@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
@@ -14,7 +15,13 @@ from eplb_core.errors import PlanError
 
 
 def check_maps(
-    old: object, new: object, *, num_layers: int, world_size: int, num_local_physical_experts: int
+    old: object,
+    new: object,
+    *,
+    num_layers: int,
+    world_size: int,
+    num_local_physical_experts: int,
+    num_experts: Sequence[int] | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Check a pair of maps and convert them to one form.
 
@@ -25,7 +32,10 @@ def check_maps(
         (numpy, CPU torch, nested lists), the logical expert of each slot, -1 for an empty one. Rank r owns the columns
         from ``r * num_local_physical_experts``.
     num_layers, world_size, num_local_physical_experts : int
-        Sizes of what was registered.
+        Sizes of what was registered. Without layers a map may have any number of columns.
+    num_experts : sequence of int or None
+        ``[num_layers]``, local physical experts of each layer, where they differ; the columns of a rank beyond them
+        must be -1. None: every layer has `num_local_physical_experts`.
 
     Returns
     -------
@@ -39,7 +49,11 @@ def check_maps(
     """
     shape = (num_layers, world_size * num_local_physical_experts)
     whose = f"{num_layers} layers, {world_size} ranks x {num_local_physical_experts} local physical experts"
-    return _checked("old map", old, shape, whose), _checked("new map", new, shape, whose)
+    counts = np.full(num_layers, num_local_physical_experts) if num_experts is None else np.asarray(num_experts)
+    maps = _checked("old map", old, shape, whose), _checked("new map", new, shape, whose)
+    for name, array in zip(("old map", "new map"), maps, strict=True):
+        _check_counts(name, array, counts, num_local_physical_experts)
+    return maps
 
 
 def _checked(name: str, given: object, shape: tuple[int, int], whose: str) -> IntArray:
@@ -47,6 +61,8 @@ def _checked(name: str, given: object, shape: tuple[int, int], whose: str) -> In
         array = np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors of a device
         raise PlanError("EPLB-P001", problem=f"the {name} cannot be read as an array: {error}") from error
+    if not shape[0] and len(array.shape) and not len(array):
+        return np.zeros((0, shape[1]), np.int64)
     if array.shape != shape:
         raise PlanError("EPLB-P001", problem=f"the {name} has shape {array.shape}, expected {shape} ({whose})")
     if array.dtype.kind not in "iu":
@@ -60,6 +76,21 @@ def _checked(name: str, given: object, shape: tuple[int, int], whose: str) -> In
             detail="Logical experts are 0 or more, -1 is an empty slot.",
         )
     return np.array(array, np.int64, order="C")
+
+
+def _check_counts(name: str, array: IntArray, num_experts: IntArray, num_local: int) -> None:
+    """Refuse an expert in a column that stands for no row of its layer."""
+    if (num_experts == num_local).all():
+        return
+    wrong = (array >= 0) & (np.arange(array.shape[1]) % num_local >= num_experts[:, None])
+    if wrong.any():
+        layer, slot = np.argwhere(wrong)[0].tolist()
+        raise PlanError(
+            "EPLB-P001",
+            problem=f"the {name} puts expert {array[layer, slot]} at layer {layer}, slot {slot}, which is row "
+            f"{slot % num_local} of rank {slot // num_local}, and the layer has {num_experts[layer]} rows on a rank",
+            detail=f"Every rank has {num_local} columns in every layer; those beyond a layer's rows are -1.",
+        )
 
 
 def which_layers(asked: Any, num_layers: int) -> tuple[int, ...] | None:

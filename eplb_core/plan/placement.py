@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -38,6 +39,9 @@ class PlacementPlan:
     local, duplicate : IntArray
         ``[num_copies, 3]``, ordered by the first column: (layer x world size + rank, destination row, source row) of
         copies within a rank, and of rows that take what lands for another row.
+    sourced : IntArray
+        ``[num_needs, 4]``, (layer, rank, expert, row) of experts that no member holds, which a source is to supply,
+        ordered by layer, then expert; a plan has none unless it was asked for them.
     """
 
     world_size: int
@@ -51,24 +55,12 @@ class PlacementPlan:
     layer_starts: IntArray
     local: IntArray
     duplicate: IntArray
+    sourced: IntArray = field(default_factory=lambda: frozen(np.zeros((0, 4), np.int64)))
 
-    def for_layers(self, numbers: Sequence[int], num_layers: int) -> PlacementPlan:
-        """Return the same moves as those of some layers of `num_layers`: the i-th becomes ``numbers[i]``, ascending."""
-        at, world_size = np.asarray(numbers, np.int64), self.world_size
-
-        def renumbered(copies: IntArray) -> IntArray:
-            layer, rank = np.divmod(copies[:, 0], world_size)
-            return frozen(np.column_stack([at[layer] * world_size + rank, copies[:, 1:]]))
-
-        starts = np.searchsorted(at, np.arange(num_layers + 1))
-        return replace(
-            self,
-            layers=tuple(at[list(self.layers)].tolist()),
-            layer=frozen(at[self.layer]),
-            layer_starts=frozen(self.layer_starts[starts]),
-            local=renumbered(self.local),
-            duplicate=renumbered(self.duplicate),
-        )
+    def sourced_rows(self, layer: int, rank: int) -> IntArray:
+        """Return what sources are to supply to one rank in one layer, ``[num_needs, 4]``."""
+        here: IntArray = self.sourced[(self.sourced[:, 0] == layer) & (self.sourced[:, 1] == rank)]
+        return here
 
     @cached_property
     def pairs(self) -> IntArray:
@@ -149,7 +141,7 @@ class PlacementPlan:
         self._check_layer(first)
         self._check_layer(max(first, stop - 1))
         self._check_rank(rank)
-        if geometry.num_local_physical_experts != self.num_local_physical_experts:
+        if geometry.num_local_physical_experts > self.num_local_physical_experts:
             raise PlanError(
                 "EPLB-P007",
                 problem=f"layer {first} has {geometry.num_local_physical_experts} experts per rank, "
@@ -221,6 +213,7 @@ def plan_moves(
     world_size: int,
     members: Sequence[int] | None = None,
     nodes: Sequence[int] | None = None,
+    missing: Literal["raise", "source"] = "raise",
 ) -> PlacementPlan:
     """Plan one rearrangement for all layers and ranks; equal arguments give equal plans on every rank.
 
@@ -240,6 +233,8 @@ def plan_moves(
         Ranks that take part; None is all. What the others hold in `old` is lost.
     nodes : sequence of int or None
         ``[world_size]``, the node of each rank; None takes all ranks as equally near.
+    missing : {"raise", "source"}
+        What becomes of experts that no member holds: an error, or `PlacementPlan.sourced`.
 
     Returns
     -------
@@ -249,8 +244,8 @@ def plan_moves(
     Raises
     ------
     PlanError
-        EPLB-P002, a needed expert is held nowhere; EPLB-P005, a rank that is no member is to hold an expert;
-        EPLB-P007, an argument does not fit the others.
+        EPLB-P002, with ``missing="raise"`` a needed expert is held nowhere; EPLB-P005, a rank that is no member is to
+        hold an expert; EPLB-P007, an argument does not fit the others.
     """
     if old.ndim != 2 or old.shape != new.shape or world_size < 1 or old.shape[1] % world_size:
         raise PlanError("EPLB-P007", problem=f"maps of shapes {old.shape} and {new.shape} for {world_size} ranks")
@@ -264,14 +259,15 @@ def plan_moves(
     if nodes is not None:
         near, wanted = choose_holders(held, wanted, _node_of(nodes, world_size))
         served.append(near)
-    anywhere, missing = choose_holders(held, wanted, np.zeros(world_size, np.int64))
-    if len(missing.layer):
-        raise held_nowhere(missing, old, num_slots // world_size)
+    anywhere, nowhere = choose_holders(held, wanted, np.zeros(world_size, np.int64))
+    if len(nowhere.layer) and missing == "raise":
+        raise held_nowhere(nowhere, old, num_slots // world_size)
     served.append(anywhere)
     layer, src, dst, src_row, dst_row = ordered(*(np.concatenate(parts) for parts in zip(*served, strict=True)))
 
     per_layer = np.bincount(layer, minlength=num_layers)
-    moving = per_layer + np.bincount(local[:, 0] // world_size, minlength=num_layers) > 0
+    within = np.bincount(local[:, 0] // world_size, minlength=num_layers)
+    moving = per_layer + within + np.bincount(nowhere.layer, minlength=num_layers) > 0
     return PlacementPlan(
         world_size,
         num_slots // world_size,
@@ -284,6 +280,7 @@ def plan_moves(
         frozen(np.concatenate([[0], np.cumsum(per_layer)])),
         frozen(local),
         frozen(duplicate),
+        frozen(np.stack([nowhere.layer, nowhere.rank, nowhere.expert, nowhere.row], axis=1)),
     )
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy.typing as npt
 
@@ -15,8 +15,10 @@ from eplb_core.errors import EplbError, MetadataError, PlanError, error_for
 from eplb_core.errors.texts import describe
 from eplb_core.plan import PlacementPlan, check_maps, plan_moves
 from eplb_core.plan.maps import map_digest, rows_of, which_layers
+from eplb_core.plan.renumber import among_all
+from eplb_core.rearrange.sourcing import Unmet, refusal_of, supplied_anywhere, supplied_here, unserved, without_unmet
 from eplb_core.voting.vote import all_agree
-from eplb_core.wire.ballots import Ballot
+from eplb_core.wire.ballots import Ballot, Decision
 
 if TYPE_CHECKING:
     from eplb_core.rearrange.epoch import Epoch
@@ -36,12 +38,21 @@ class Proposal:
         Their moves.
     layers : tuple of int or None
         The layers that the rows of the maps are of; None is all.
+    missing : {"raise", "report"}
+        What is to become of experts that no live rank and no source has.
+    supplied : str
+        This rank's answer, as `supplied_here` writes it.
+    unmet : tuple
+        What nobody supplies, once that is agreed; then `new` has these slots as `old` has them.
     """
 
     old: IntArray
     new: IntArray
     plan: PlacementPlan
     layers: tuple[int, ...] | None = None
+    missing: str = "raise"
+    supplied: str = ""
+    unmet: Unmet = ()
 
 
 def propose(
@@ -50,6 +61,7 @@ def propose(
     old_map: npt.ArrayLike,
     new_map: npt.ArrayLike,
     asked: Any = None,
+    missing: str = "raise",
 ) -> Proposal | EplbError:
     """Check memory and maps, and plan the moves; an error is returned, not raised: this rank's ballot carries it.
 
@@ -71,6 +83,8 @@ def propose(
     layout, world_size = epoch.setup.layout, epoch.control.world_size
     members, _ = epoch.entered
     try:
+        if missing not in ("raise", "report"):
+            raise PlanError("EPLB-P007", problem=f"missing={missing!r} is neither 'raise' nor 'report'")
         replaced = layout.first_replaced()
         if replaced is not None:
             layer, tensor, problem = replaced
@@ -82,6 +96,7 @@ def propose(
             num_layers=layout.num_layers if layers is None else len(layers),
             world_size=world_size,
             num_local_physical_experts=layout.num_local_physical_experts,
+            num_experts=_counts(layout.shared.num_experts, layers),
         )
         differs = held.first_difference(old, members.members, layers)
         if differs is not None:
@@ -89,17 +104,36 @@ def propose(
             layer = row if layers is None else layers[row]
             given, holds = int(old[row, slot]), int(held.map[layer, slot])
             raise PlanError("EPLB-P008", rank=epoch.rank, layer=layer, slot=slot, held=holds, given=given)
-        present = members.members if len(members.members) < world_size else None
-        plan = plan_moves(old, new, world_size=world_size, members=present, nodes=epoch.nodes)
-        if layers is not None:
-            plan = plan.for_layers(layers, layout.num_layers)
+        plan = _planned(epoch, old, new, layers)
+        supplied = supplied_here(epoch.setup.sources, plan, epoch.rank)
     except EplbError as error:
         detail = f"{error.detail} Found by rank {epoch.rank}.".strip()
         return error_for(error.code, *error.values, detail=detail, **error.fields)
     except Exception as error:  # for instance from an array class of the host
         problem = f"reading them failed with {describe(error)}"
         return error_for("EPLB-P001", problem=problem, detail=f"Found by rank {epoch.rank}.")
-    return Proposal(old, new, plan, layers)
+    return Proposal(old, new, plan, layers, missing, supplied)
+
+
+def _counts(num_experts: Sequence[int] | None, layers: tuple[int, ...] | None) -> Sequence[int] | None:
+    return num_experts if layers is None or num_experts is None else [num_experts[layer] for layer in layers]
+
+
+def _planned(epoch: Epoch, old: IntArray, new: IntArray, layers: tuple[int, ...] | None) -> PlacementPlan:
+    members, world_size = epoch.entered[0].members, epoch.control.world_size
+    present = members if len(members) < world_size else None
+    plan = plan_moves(old, new, world_size=world_size, members=present, nodes=epoch.nodes, missing="source")
+    return plan if layers is None else among_all(plan, layers, epoch.setup.layout.num_layers)
+
+
+def _settled(epoch: Epoch, proposal: Proposal, supplied: Mapping[str, str]) -> Proposal:
+    """Return a proposal whose plan has only what can be had."""
+    left = unserved(proposal.plan, supplied)
+    if not len(left):
+        return proposal
+    old, layers, num_rows = proposal.old, proposal.layers, proposal.plan.num_local_physical_experts
+    new, unmet = without_unmet(old, proposal.new, left, layers, num_rows)
+    return replace(proposal, new=new, plan=_planned(epoch, old, new, layers), unmet=unmet)
 
 
 def agree(epoch: Epoch, proposal: Proposal | EplbError, torn: Callable[[EplbError], None]) -> Proposal:
@@ -134,7 +168,9 @@ def agree(epoch: Epoch, proposal: Proposal | EplbError, torn: Callable[[EplbErro
         else:
             refusal = proposal
         if refusal is None:
-            vote.cast(Ballot(True), all_agree(members.rank))
+            mine = cast("Proposal", proposal)
+            content = {"supplied": mine.supplied} if mine.supplied else {}
+            vote.cast(Ballot(True, content=content), lambda ballots: _tally(members.rank, mine, ballots))
             decision = watch.decide(vote)
         else:
             decision = vote.abort(refusal)
@@ -151,7 +187,19 @@ def agree(epoch: Epoch, proposal: Proposal | EplbError, torn: Callable[[EplbErro
     if not decision.commit or isinstance(proposal, EplbError):
         error = decision.error or error_for("EPLB-T007", rank=decision.by, where=where, reason="no reason given")
         raise error from (refusal if refusal is not error else None)
-    return proposal
+    return _settled(epoch, proposal, {str(r): str(bits) for r, bits in decision.content.get("supplied", {}).items()})
+
+
+def _tally(rank: int, mine: Proposal, ballots: Mapping[int, Ballot]) -> Decision:
+    """Commit when every ballot says so, and what no live rank holds is supplied, or to be reported."""
+    decision = all_agree(rank)(ballots)
+    if not decision.commit or not len(mine.plan.sourced):
+        return decision
+    supplied = supplied_anywhere(mine.plan, ballots)
+    left = unserved(mine.plan, supplied)
+    if len(left) and mine.missing == "raise":
+        return Decision(False, rank, refusal_of(left, mine.old, mine.layers, mine.plan.num_local_physical_experts))
+    return Decision(True, rank, content={"supplied": supplied})
 
 
 def _compare(members: Members, proposal: Proposal, where: str) -> EplbError | None:
@@ -159,6 +207,7 @@ def _compare(members: Members, proposal: Proposal, where: str) -> EplbError | No
     mine = {"old maps": map_digest(proposal.old).hex(), "new maps": map_digest(proposal.new).hex()}
     if proposal.layers is not None:
         mine["layers"] = ",".join(map(str, proposal.layers))
+    mine["values of missing="] = proposal.missing
     rank, theirs = _first_maps(members, mine)
     differing = [
         what for what in sorted(mine.keys() | theirs.keys(), reverse=True) if theirs.get(what) != mine.get(what)

@@ -38,6 +38,7 @@ def begin(
     old_map: npt.ArrayLike,
     new_map: npt.ArrayLike,
     asked: Any = None,
+    missing: str = "raise",
     kind: type[R] = Rearrangement,  # type: ignore[assignment]
 ) -> R:
     """Agree on a rearrangement; collective. See `Communicator.begin`."""
@@ -58,11 +59,13 @@ def begin(
     epoch.connects = 0
     state.entered(members.epoch, members.generation)
     with state.counts.phase("agree"):
-        proposal = _agree(lives, state, old_map, new_map, asked)
+        proposal = _agree(lives, state, old_map, new_map, asked, missing)
     plan = proposal.plan
+    state.counts.unmet = proposal.unmet
     state.held.agreed(
         f"{members.namespace}/{members.generation}", proposal.old, proposal.new, plan.layers, proposal.layers
     )
+    state.held.keep_only(members.members)
     with state.counts.phase("connect"), poisoning(lives, state, "connect"):
         link(epoch, plan.pairs, plan.peers(members.rank), epoch.timeout_s)
     rearrangement = kind(epoch, plan, state)
@@ -93,11 +96,12 @@ def _agree(
     old_map: npt.ArrayLike,
     new_map: npt.ArrayLike,
     asked: Any,
+    missing: str,
 ) -> Proposal:
     epoch = lives.epoch
     where = f"generation {epoch.entered[0].generation}, phase agree"
     try:
-        proposal = propose(epoch, state.held, old_map, new_map, asked)
+        proposal = propose(epoch, state.held, old_map, new_map, asked, missing)
         if isinstance(proposal, Proposal):
             state.held.assume(proposal.old, proposal.layers)
         return agree(epoch, proposal, lambda error: state.poison(error, where))

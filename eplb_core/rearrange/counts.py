@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-PHASES = ("agree", "connect", "transfer", "wait", "vote", "commit")
+PHASES = ("agree", "connect", "transfer", "source", "wait", "vote", "commit")
 
 
 @dataclass(eq=False)
@@ -20,6 +20,8 @@ class Counts:
     nbytes_received: int = 0
     nbytes_sent: int = 0
     nbytes_local: int = 0
+    nbytes_supplied: int = 0
+    unmet: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
     @property
     def seconds(self) -> float:

@@ -11,10 +11,11 @@ from eplb_core.control.hosts import Location, node_ids, why_unreachable
 from eplb_core.errors import EplbError, error_for
 from eplb_core.errors.texts import describe
 from eplb_core.rearrange import records, recovery
+from eplb_core.rearrange.absence import Absence
 from eplb_core.rearrange.epoch import Epoch
 from eplb_core.rearrange.link import all_pairs, error_of, exchange, note_linked, vote_on
 from eplb_core.voting.liveness import Ring
-from eplb_core.voting.meeting import Meeting, contested_error, contested_member, whom
+from eplb_core.voting.meeting import Meeting, contested_error, contested_member
 from eplb_core.voting.members import Members
 from eplb_core.voting.operations import Refusal, perform
 from eplb_core.voting.roll import Joining, Roll
@@ -50,6 +51,7 @@ class Entrance:
         self._meeting = meeting
         self._held = held
         self._record = records.record_of(epoch)
+        self._absence = Absence(meeting, client, epoch.control)
         self._members: Members | None = None
         self._ring: Ring | None = None
         self._vote: Vote | None = None
@@ -141,6 +143,7 @@ class Entrance:
             leaving = self._epoch.leaving()
             if leaving is not None:
                 return Refusal(leaving)
+            self._absence.tell()
             if deadline.over:
                 return Refusal(self._meeting.stalled or self._nobody_came(deadline))
             time.sleep(pause_s)
@@ -150,13 +153,8 @@ class Entrance:
         return pause
 
     def _nobody_came(self, deadline: Deadline) -> EplbError:
-        meeting = self._meeting
-        waiting = meeting.waiting_for
-        if not waiting and self._vote is not None:
-            waiting = dict.fromkeys(self._vote.missing(), "")
-        where = "connect, phase meeting"
-        waiting_for = whom(waiting, meeting.members)
-        return error_for("EPLB-T002", seconds=deadline.timeout_s, where=where, waiting_for=waiting_for)
+        joined = self._vote is not None and not self._meeting.waiting_for
+        return self._absence.error(deadline.timeout_s, self._vote.missing() if self._vote and joined else [])
 
     def _abandon(self) -> None:
         if self._ring is not None:

@@ -95,7 +95,7 @@ class Epoch:
             staging_layers=setup.config.staging_layers,
             landing_layout=cls.landing_layout,
             landing_device=layout.device if cls.landing_device == "weights" else torch.device("cpu"),
-            num_peers=len(self.asked) - 1,
+            num_peers=max(len(self.asked) - 1, 1 if setup.sources else 0),
             allocator=setup.allocator,
             host_landing=host_landing,
         )
@@ -131,7 +131,7 @@ class Epoch:
             rows=layout.rows,
             landing=self.landing.slots,
             landing_rows=self.landing.rows,
-            send_nbytes=max(geometry.nbytes_rows for geometry in layout.geometries),
+            send_nbytes=max((geometry.nbytes_rows for geometry in layout.geometries), default=0),
         )
         self.local = self.hooks.register_buffers(self.buffers)
 

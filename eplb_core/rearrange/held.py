@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,9 @@ import numpy.typing as npt
 from eplb_core.arrays import IntArray
 from eplb_core.memory.commit import CommitCopies
 from eplb_core.plan.maps import check_maps, map_digest
+
+if TYPE_CHECKING:
+    from eplb_core.rearrange.succession import Inheritance
 
 UNKNOWN = -2
 """In a placement: nobody has told what this row holds."""
@@ -46,11 +50,14 @@ class HeldPlacement:
     ----------
     num_layers, world_size, num_local : int
         Shape: layers, ranks, local physical experts.
+    num_experts : sequence of int or None
+        ``[num_layers]``, local physical experts of each layer, where they differ.
     """
 
     num_layers: int
     world_size: int
     num_local: int
+    num_experts: Sequence[int] | None = None
     map: IntArray = field(init=False)
     """``[num_layers, world_size * num_local]``, -1 for an empty row or one that no member has, `UNKNOWN` in layers that
     no rearrangement named yet; without columns as long as nothing is known."""
@@ -61,6 +68,8 @@ class HeldPlacement:
     decided: list[int] = field(default_factory=list, init=False)
     """Decided layers: voted for commit, not yet copied here."""
     doubts: list[Doubt] = field(default_factory=list, init=False)
+    inherited: Inheritance | None = field(default=None, init=False)
+    """What a communicator before this one holds; compared until something is known here."""
     newcomers: set[int] = field(default_factory=set, init=False)
     """Ranks that did not know what their rows hold when the members met; the host's map is believed for them once."""
     rearrangement: str = field(default="", init=False)
@@ -105,7 +114,7 @@ class HeldPlacement:
             The layers that it is about; None is all.
         """
         self._take(old, layers)
-        self.known = True
+        self.known, self.inherited = True, None
         self.newcomers = set()
         self.rearrangement = rearrangement
         numbers = range(self.num_layers) if layers is None else layers
@@ -122,7 +131,8 @@ class HeldPlacement:
             self.map = old.copy()
             return
         if not self.known:
-            self.map = np.full((self.num_layers, old.shape[1]), UNKNOWN)
+            there = None if self.inherited is None else self.inherited.map()
+            self.map = np.full((self.num_layers, old.shape[1]), UNKNOWN) if there is None else there
         self.map[list(layers)] = old
 
     def note_decided(self, layer: int) -> None:
@@ -162,8 +172,9 @@ class HeldPlacement:
             num_layers=self.num_layers,
             world_size=self.world_size,
             num_local_physical_experts=self.num_local,
+            num_experts=self.num_experts,
         )
-        self.known = True
+        self.known, self.inherited = True, None
         self.newcomers = set()
         self.map = mapping.copy()
         self.committed, self.decided = [], []
@@ -179,8 +190,14 @@ class HeldPlacement:
         -----
         Columns of newcomers are left out, and layers of which nothing is known.
         """
-        slots = self._slots(set(members) - self.newcomers)
-        if not self.known or not len(slots):
+        comparable = set(members) - self.newcomers
+        if not self.known:
+            there = None if self.inherited is None else self.inherited.map()
+            if self.inherited is None or there is None:
+                return None
+            self.map, comparable = there, comparable & self.inherited.continuing
+        slots = self._slots(comparable)
+        if not len(slots):
             return None
         held = (self.map if layers is None else self.map[list(layers)])[:, slots]
         wrong = np.argwhere((held != old[:, slots]) & (held != UNKNOWN))
@@ -196,10 +213,14 @@ class HeldPlacement:
 
     def keep_only(self, members: Iterable[int]) -> None:
         """Clear the columns of ranks that take no part: nothing can be moved from them or routed to them."""
-        if self.known:
+        if self.map.shape[1]:
             absent = np.ones(self.map.shape[1], dtype=bool)
             absent[self._slots(members)] = False
             self.map[:, absent] = -1
+            if isinstance(self._new, dict):
+                self._new = {layer: np.where(absent, -1, row) for layer, row in self._new.items()}
+            elif self._new.shape == self.map.shape and absent.any():
+                self._new = np.where(absent, -1, self._new)
 
     def merge(self, columns: Mapping[int, IntArray | None]) -> None:
         """Believe each member about its own rows; None stands for a member that does not know."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from eplb_core.backend import TransferPlan
 from eplb_core.memory.commit import NOTHING, CommitCopies, commit_copies
 from eplb_core.plan.rank_plan import RankMoves
 from eplb_core.plan.rules import TransferRules
+from eplb_core.rearrange.sourcing import Fill, fills_of
 from eplb_core.voting.vote import Vote
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class MovingLayer:
         The copies that commit it on this rank.
     receives : MoveColumns or None
         What lands on this rank, once it was planned.
+    fills : sequence of Fill
+        Rows that a source of this rank supplies.
     handle : object
         Handle that the backend's `transfer` returned.
     failure : BaseException or None
@@ -52,6 +56,7 @@ class MovingLayer:
     vote: Vote
     copies: CommitCopies = NOTHING
     receives: MoveColumns | None = None
+    fills: Sequence[Fill] = ()
     handle: object = None
     failure: BaseException | None = None
     landed: bool = False
@@ -144,13 +149,17 @@ class MovingLayers:
         sequence = members.generation * len(epoch.setup.layout.geometries) + number
         plan = TransferPlan(members.generation, sequence, number, layer.slot, *share)
         layer.receives = plan.receives
+        geometry = epoch.setup.layout.geometries[number]
+        needs = self._plan.sourced_rows(number, epoch.rank)
+        layer.fills, rows = fills_of(needs, geometry, plan.receives, epoch.landing, layer.slot)
         layer.copies = commit_copies(
             epoch.setup.layout.row_views(number),
-            epoch.setup.layout.geometries[number],
+            geometry,
             self._plan.commit_plan(number, epoch.rank),
             plan.receives,
             epoch.landing,
             layer.slot,
+            [(tensor, row, fill.target) for (tensor, row), fill in zip(rows, layer.fills, strict=True)],
         )
         self._state.nbytes_spare = epoch.landing.nbytes_spare
         layer.handle = epoch.hooks.transfer(plan)

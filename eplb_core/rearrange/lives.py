@@ -68,6 +68,15 @@ class Lives:
         """This rank."""
         return self.control.rank
 
+    def is_mine(self, process: ProcessIdentity) -> bool:
+        """Is this the identity with which this communicator meets the others?"""
+        return process == self._process
+
+    @property
+    def setup(self) -> Setup:
+        """What its epochs are made of."""
+        return self._setup
+
     def begin(self, setup: Setup, state: CommunicatorState) -> None:
         """Build the first epoch, over all ranks; local."""
         self._setup = setup
@@ -153,6 +162,7 @@ class Lives:
             options=None,
             observers=before.observers,
             name=before.name,
+            sources=before.sources,
         )
         self._setup = setup
         if self.host_landing is not None and setup.backend_class.landing_layout != "rows":

@@ -51,6 +51,7 @@ def publish_held(members: Members, held: HeldPlacement) -> None:
 def settle_held(members: Members, held: HeldPlacement, digests: Mapping[int, str]) -> None:
     """Settle on one placement: the common one, or where members disagree, what each says of its own rows."""
     if not any(digests.values()):
+        held.keep_only(members.members)
         return
     if len(set(digests.values())) == 1:
         held.keep_only(members.members)

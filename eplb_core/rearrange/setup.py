@@ -11,13 +11,17 @@ from pydantic import BaseModel, ValidationError
 from eplb_core.backend import BackendInfo, StagingAllocator
 from eplb_core.config import EPLBConfig
 from eplb_core.control.plane import ControlPlane
+from eplb_core.discovery.catalog import Catalog
 from eplb_core.discovery.discover import discover
 from eplb_core.discovery.load import load_target
 from eplb_core.discovery.select import resolve, select
 from eplb_core.discovery.select_staging import build_allocator
 from eplb_core.errors import ConfigError, DiscoveryError, EplbError
 from eplb_core.errors.texts import describe
+from eplb_core.memory.staging import TorchStaging
 from eplb_core.memory.streams import Streams
+from eplb_core.rearrange.idle import IdleBackend
+from eplb_core.sources.provider import SourceProvider
 from eplb_core.weights.host_landing import take_landing
 from eplb_core.weights.layout import Layout
 
@@ -51,6 +55,8 @@ class Setup:
         For landing memory and send staging.
     observers : sequence of object
         Observers that the host gave.
+    sources : sequence of SourceProvider
+        Sources that the host gave.
     """
 
     name: str
@@ -63,6 +69,7 @@ class Setup:
     streams: Streams
     allocator: StagingAllocator
     observers: Sequence[object]
+    sources: Sequence[SourceProvider] = ()
 
     def take_landing(self, given: Any) -> list[list[torch.Tensor]] | None:
         """Return a host's own landing rows, checked; see `eplb_core.weights.host_landing.take_landing`."""
@@ -100,12 +107,13 @@ def set_up(
     options: Mapping[str, Any] | BaseModel | None,
     observers: Sequence[object],
     name: str,
+    sources: Sequence[SourceProvider] = (),
 ) -> Setup:
     """Choose the backend, check its options, load its class, probe it, and build the staging allocator.
 
     Parameters
     ----------
-    config, stream, options, observers, name
+    config, stream, options, observers, name, sources
         See `Communicator`.
     layout : Layout
         The registered tensors.
@@ -124,6 +132,8 @@ def set_up(
     catalog = discover()
     if config.policy != "default":  # which is the core's own, eplb_core.balancing
         resolve(catalog, "policy", config.policy)
+    if not layout.num_layers:
+        return _set_up_idle(config, layout, catalog, options=options, observers=observers, name=name)
     info = select(config, device_type=layout.device.type, catalog=catalog).info
     checked = _check_options(info, options)
     cls: Any = load_target(info.target)
@@ -159,6 +169,34 @@ def set_up(
         allocator=build_allocator(
             config, catalog, weights=layout.device, landing_device=cls.landing_device, backend=info.name
         ),
+        observers=tuple(observers),
+        sources=tuple(sources),
+    )
+
+
+def _set_up_idle(
+    config: EPLBConfig,
+    layout: Layout,
+    catalog: Catalog,
+    *,
+    options: Mapping[str, Any] | BaseModel | None,
+    observers: Sequence[object],
+    name: str,
+) -> Setup:
+    """Set up a stage without layers: what the configuration says is checked as everywhere, and nothing is loaded."""
+    named = None if config.communicator is None else resolve(catalog, "backend", config.communicator)
+    device_type = "cpu" if named is None or {"*", "cpu"} & set(named.device_types) else named.device_types[0]
+    info = select(config, device_type=device_type, catalog=catalog).info
+    return Setup(
+        name=name,
+        config=config,
+        info=info,
+        backend_class=IdleBackend,
+        backend_version=catalog.origins["backend", info.name].version,
+        options=_check_options(info, options),
+        layout=layout,
+        streams=Streams(layout.device, None, float(config.timeout_s)),
+        allocator=TorchStaging(layout.device),
         observers=tuple(observers),
     )
 

@@ -213,6 +213,8 @@ class CommunicatorState:
             nbytes_received=counts.nbytes_received,
             nbytes_sent=counts.nbytes_sent,
             nbytes_local=counts.nbytes_local,
+            nbytes_supplied=counts.nbytes_supplied,
+            unmet=counts.unmet,
             seconds=counts.seconds,
             seconds_by_phase=dict(counts.by_phase),
             backend=self._backend,

@@ -10,6 +10,7 @@ from eplb_core.errors import CommitError, PlanError
 from eplb_core.errors.texts import describe
 from eplb_core.rearrange.failure import FailurePath
 from eplb_core.rearrange.layers import MovingLayer, MovingLayers
+from eplb_core.rearrange.sourcing import read_all
 from eplb_core.voting.departure import vanish
 from eplb_core.voting.vote import Vote, all_agree
 from eplb_core.wire.ballots import Ballot, Decision
@@ -99,6 +100,12 @@ class LayerSteps:
             raise layer.failure
         counts = self._state.counts
         layer.phase = "wait"
+        if layer.fills:
+            setup = self._epoch.setup
+            with counts.phase("source"):
+                counts.nbytes_supplied += read_all(
+                    setup.sources, layer.number, self._epoch.rank, layer.fills, self._epoch.backend.progress
+                )
         with counts.phase("wait"):
             receipt = self._epoch.hooks.wait(layer.handle, self._epoch.timeout_s)
         layer.landed = True

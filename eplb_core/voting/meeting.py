@@ -8,13 +8,13 @@ attempt posts a fresh nonce.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eplb_core.control.process import ProcessIdentity
 from eplb_core.control.store import StoreClient
-from eplb_core.errors import EplbError, MetadataError, error_for
+from eplb_core.errors import EplbError, MetadataError, StalledError, error_for
 from eplb_core.voting.operations import Get, Pause, Put, Refusal, Steps
 from eplb_core.voting.roll import Joining, Post, Roll, post_key
 from eplb_core.voting.vote import Vote
@@ -95,7 +95,7 @@ class Meeting:
             if decision.commit:
                 return roll, decision
             error = decision.error or error_for("EPLB-M006", rank=decision.by, reason="no reason given")
-            if error.code == "EPLB-T002" and decision.by != self.rank:
+            if isinstance(error, StalledError) and decision.by != self.rank:
                 self.stalled = error
             elif not decision.content.get(VOID):
                 raise error
@@ -292,9 +292,3 @@ def _read(decode: Callable[[bytes], Any], scope: MessageScope, value: bytes, kin
         return decode(scope.unseal(value, kind, _LIMIT_NBYTES))
     except (MetadataError, KeyError, ValueError, TypeError, AttributeError):
         return None
-
-
-def whom(waiting_for: Mapping[int, str], members: Sequence[int]) -> str:
-    """Name the members that a meeting waits for."""
-    texts = [f"rank {rank} {why}".strip() for rank, why in sorted(waiting_for.items())]
-    return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "") or f"ranks {list(members)}"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from eplb_core.errors import ConfigError
 from eplb_core.weights.layout import Layout, _key, _listed
 from eplb_core.weights.tensor import overlapping, spans_of, view_rows
+
+Landing: TypeAlias = Sequence[Sequence[torch.Tensor]] | tuple[Literal["if possible"], Sequence[Sequence[torch.Tensor]]]
+"""What a host gives as ``landing=``."""
 
 IF_POSSIBLE = "if possible"
 

@@ -21,15 +21,15 @@ class LayoutRecord:
 
     Parameters
     ----------
-    num_local_physical_experts : int
-        Rows of every tensor.
+    num_experts : tuple of int
+        ``[num_layers]``, rows of every tensor of a layer.
     names : tuple of tuple of str
         ``[num_layers][num_tensors]``.
     tensors : tuple of tuple of TensorRecord
         ``[num_layers][num_tensors]``; equal layers are one object.
     """
 
-    num_local_physical_experts: int
+    num_experts: tuple[int, ...]
     names: tuple[tuple[str, ...], ...]
     tensors: tuple[tuple[TensorRecord, ...], ...]
 
@@ -46,7 +46,7 @@ class LayerGeometry:
         Indices of the tensors that move, ascending: exact aliases of an earlier tensor of the layer, and rows of
         0 bytes, are left out.
     num_local_physical_experts : int
-        Rows of every tensor.
+        Rows of each of the layer's tensors.
     offsets : IntArray
         ``[num_tensors]``, 64-byte-aligned start of each tensor's grid in a "rows" landing slot; an alias has the start
         of the tensor it repeats.
@@ -81,17 +81,17 @@ class Layout:
     weights : list of list of torch.Tensor, or of list of torch.Tensor
         ``[num_layers][num_tensors]``, the host's own, to see whether they still have the memory that was registered.
     rows : list of list of torch.Tensor or RowList
-        That memory, uint8 ``[num_local_physical_experts, nbytes_per_expert]``, each row contiguous.
+        That memory, uint8 ``[rows of the layer, nbytes_per_expert]``, each row contiguous.
     geometries : tuple of LayerGeometry
         ``[num_layers]``; equal ones are one object.
     keys : tuple of (int, str)
         (layer, tensor name) in the order of registration.
     device : torch.device
-        Where every tensor lies.
+        Where every tensor lies; the CPU where there is none.
     num_layers : int
-        Layers registered.
+        Layers registered; 0 for a pipeline stage without MoE layers.
     num_local_physical_experts : int
-        Rows of every tensor.
+        Columns of a rank in the maps: rows of the layer that has most.
     shared : LayoutRecord
         What `record` returns.
     """
@@ -148,9 +148,10 @@ def build_layout(
     ----------
     weights : sequence of sequence of torch.Tensor
         ``[num_layers][num_tensors]``, first axis the local physical expert, any dtype, dense in memory with the expert
-        axis slowest; the axes of one expert may be permuted. The number of tensors may differ between layers.
-        One memory under two keys of a layer is moved once. A list stands for a tensor whose experts lie apart: one
-        tensor per local physical expert, all of one dtype, shape and strides.
+        axis slowest; the axes of one expert may be permuted. The number of tensors may differ between layers, and so
+        may the number of experts. An empty list is a pipeline stage without MoE layers. One memory under two keys of a
+        layer is moved once. A list stands for a tensor whose experts lie apart: one tensor per local physical expert,
+        all of one dtype, shape and strides.
     tensor_names : sequence of str, sequence of sequence of str, or None
         ``[num_tensors]`` for all layers or ``[num_layers][num_tensors]``; ``"0"``, ``"1"`` ... when None.
 
@@ -166,7 +167,7 @@ def build_layout(
     """
     layers = [
         _listed(tensors, f"list of layer {layer}", _unregistrable)
-        for layer, tensors in enumerate(_listed(weights, "list", _unregistrable))
+        for layer, tensors in enumerate(_listed(weights, "list", _unregistrable, may_be_empty=True))
     ]
     names = _names(layers, tensor_names)
     held: list[list[torch.Tensor]] = []
@@ -178,30 +179,31 @@ def build_layout(
         records.append([])
         for tensor, name in zip(tensors, names[layer], strict=True):
             record, view = view_experts(tensor, _key(layer, name), _unregistrable)
-            first = rows[0][0] if rows[0] else view
+            first, of_layer = rows[0][0] if rows[0] else view, rows[-1][0] if rows[-1] else view
             if view.device != first.device:
                 other = f"it is on {view.device}, {_key(0, names[0][0])} on {first.device}"
                 raise _unregistrable(_key(layer, name), other)
-            if len(view) != len(first):
-                other = f"it holds {len(view)} experts, {_key(0, names[0][0])} {len(first)}"
+            if len(view) != len(of_layer):
+                other = f"it holds {len(view)} experts, {_key(layer, names[layer][0])} {len(of_layer)}"
                 raise _unregistrable(_key(layer, name), other)
             held[-1].append(tensor)
             rows[-1].append(view)
             records[-1].append(record)
     _mark_aliases(rows, records, names)
 
-    num_experts = len(rows[0][0])
+    num_experts = tuple(len(views[0]) for views in rows)
     one_object: dict[tuple[TensorRecord, ...], tuple[TensorRecord, ...]] = {}
     tensors_of_layers = tuple(one_object.setdefault(record, record) for record in map(tuple, records))
-    geometries = {record: _geometry(record, num_experts) for record in one_object}
+    kinds = list(zip(tensors_of_layers, num_experts, strict=True))
+    geometries = {kind: _geometry(*kind) for kind in set(kinds)}
     return Layout(
         weights=held,
         rows=rows,
-        geometries=tuple(geometries[record] for record in tensors_of_layers),
+        geometries=tuple(geometries[kind] for kind in kinds),
         keys=tuple((layer, name) for layer, layer_names in enumerate(names) for name in layer_names),
-        device=rows[0][0].device,
+        device=rows[0][0].device if rows else torch.device("cpu"),
         num_layers=len(rows),
-        num_local_physical_experts=num_experts,
+        num_local_physical_experts=max(num_experts, default=0),
         shared=LayoutRecord(num_experts, names, tensors_of_layers),
     )
 
@@ -214,18 +216,18 @@ def _unregistrable(key: str, problem: str) -> MetadataError:
     return MetadataError("EPLB-M001", key=key, problem=problem)
 
 
-def _listed(values: Any, key: str, refuse: Refuse) -> list[Any]:
+def _listed(values: Any, key: str, refuse: Refuse, *, may_be_empty: bool = False) -> list[Any]:
     # A tensor, a string and a dict iterate too, over the wrong things.
     if isinstance(values, torch.Tensor | str | Mapping) or not isinstance(values, Iterable):
         raise refuse(key, f"it is a {type(values).__name__} where a list is needed")
     listed = list(values)
-    if not listed:
+    if not (listed or may_be_empty):
         raise refuse(key, "it is empty")
     return listed
 
 
 def _names(layers: list[list[Any]], tensor_names: Any) -> tuple[tuple[str, ...], ...]:
-    if tensor_names is None:
+    if tensor_names is None or not layers:
         return tuple(tuple(map(str, range(len(tensors)))) for tensors in layers)
     given = _listed(tensor_names, "names", _unregistrable)
     flat = isinstance(given[0], str)

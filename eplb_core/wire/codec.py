@@ -68,41 +68,43 @@ def layout_document(layout: LayoutRecord) -> dict[str, Any]:
     names: dict[tuple[str, ...], int] = {}
     tensors: dict[tuple[TensorRecord, ...], int] = {}
     layers = [
-        [names.setdefault(layer_names, len(names)), tensors.setdefault(layer_tensors, len(tensors))]
-        for layer_names, layer_tensors in zip(layout.names, layout.tensors, strict=True)
+        [names.setdefault(layer_names, len(names)), tensors.setdefault(layer_tensors, len(tensors)), num_experts]
+        for layer_names, layer_tensors, num_experts in zip(
+            layout.names, layout.tensors, layout.num_experts, strict=True
+        )
     ]
     return {
-        "num_local_physical_experts": layout.num_local_physical_experts,
         "names": list(names),
         "tensors": [[[t.dtype, t.shape, t.stride, t.nbytes, t.alias] for t in layer] for layer in tensors],
         "layers": layers,
     }
 
 
-LAYOUT_TYPES: dict[str, type] = {"num_local_physical_experts": int, "names": list, "tensors": list, "layers": list}
+LAYOUT_TYPES: dict[str, type] = {"names": list, "tensors": list, "layers": list}
 """Keys of `layout_document` and their types."""
 
 
 def read_layout(document: dict[str, Any]) -> LayoutRecord:
     """Decode what `layout_document` made, with types of keys checked before; MalformedError for anything else."""
-    num_experts = document["num_local_physical_experts"]
     names = [strings(each, "names") for each in document["names"]]
     tensors = [
         tuple(_tensor(fields, index) for index, fields in enumerate(typed(each, list, "tensors")))
         for each in document["tensors"]
     ]
     layers = [integers(each, "layers") for each in document["layers"]]
-    if not 0 < num_experts < 1 << 63:
-        raise MalformedError(f"num_local_physical_experts in its record is {num_experts}")
-    if not all(len(each) == 2 and each[0] < len(names) and each[1] < len(tensors) for each in layers):
+    if not all(len(each) == 3 and each[0] < len(names) and each[1] < len(tensors) for each in layers):
         raise MalformedError("layers in its record refer to names or tensors that are not there")
-    if not 0 < sum(len(names[name]) for name, _ in layers) <= MAX_KEYS:
-        raise MalformedError(f"its record has no tensors, or more than {MAX_KEYS}")
-    for name, tensor in layers:
+    if not all(num_experts for _, _, num_experts in layers):
+        raise MalformedError("a layer of its record has no experts")
+    if sum(len(names[name]) for name, _, _ in layers) > MAX_KEYS:
+        raise MalformedError(f"its record has more than {MAX_KEYS} tensors")
+    for name, tensor, _ in layers:
         if not 0 < len(set(names[name])) == len(names[name]) == len(tensors[tensor]):
             raise MalformedError(f"a layer of its record has {len(tensors[tensor])} tensors named {names[name][:8]}")
     return LayoutRecord(
-        num_experts, tuple(names[name] for name, _ in layers), tuple(tensors[tensor] for _, tensor in layers)
+        tuple(num_experts for _, _, num_experts in layers),
+        tuple(names[name] for name, _, _ in layers),
+        tuple(tensors[tensor] for _, tensor, _ in layers),
     )
 
 

@@ -46,10 +46,7 @@ def difference(local: RankRecord, peer: RankRecord) -> MetadataError | None:
             return _mismatch(local, peer, name, value(local), value(peer))
     if local.layout.names != peer.layout.names:
         return _of_keys(local, peer)
-    experts = local.layout.num_local_physical_experts, peer.layout.num_local_physical_experts
-    if experts[0] != experts[1]:
-        return _mismatch(local, peer, "num_local_physical_experts", *experts)
-    return _of_tensors(local, peer) or _of_options(local, peer)
+    return _of_experts(local, peer) or _of_tensors(local, peer) or _of_options(local, peer)
 
 
 def _mismatch(
@@ -58,6 +55,16 @@ def _mismatch(
     return MetadataError(
         "EPLB-M004", label=local.label, field=name, peer=peer.rank, local=mine, remote=theirs, detail=detail
     )
+
+
+def _of_experts(local: RankRecord, peer: RankRecord) -> MetadataError | None:
+    pairs = list(zip(local.layout.num_experts, peer.layout.num_experts, strict=True))
+    differing = [layer for layer, (mine, theirs) in enumerate(pairs) if mine != theirs]
+    if not differing:
+        return None
+    others = f" Likewise {len(differing) - 1} more layer(s)." if differing[1:] else ""
+    detail = f"in layer {differing[0]}.{others}"
+    return _mismatch(local, peer, "num_local_physical_experts", *pairs[differing[0]], detail)
 
 
 def _of_keys(local: RankRecord, peer: RankRecord) -> MetadataError:

@@ -368,3 +368,30 @@ def test_maps_and_nodes_that_do_not_fit_together_are_refused(old, new, num_nodes
     with pytest.raises(PlanError) as refused:
         align(old, new, 2, num_nodes=num_nodes)
     assert refused.value.code == code
+
+
+# --- ranks that may hold nothing --------------------------------------------------------------------------------------
+
+
+def test_dead_and_draining_ranks_get_no_expert_and_the_others_are_balanced_as_alone():
+    load = np.random.default_rng(3).random((4, 12))
+    active = np.array([True, False, True, True])
+    placed = rebalance_experts(load, 32, num_ranks=4, active=active).reshape(4, 4, 8)
+    assert (placed[:, 1] == -1).all()
+    alone = rebalance_experts(load, 24, num_ranks=3).reshape(4, 3, 8)
+    assert np.array_equal(placed[:, active], alone)
+
+
+def test_a_node_of_which_a_rank_is_dead_does_not_keep_its_groups():
+    load = np.ones((1, 8))
+    uneven = rebalance_experts(load, 16, num_ranks=4, num_groups=2, num_nodes=2, active=[True, True, True, False])
+    assert set(uneven[0, :12].tolist()) == set(range(8))
+    even = rebalance_experts(load, 16, num_ranks=4, num_groups=2, num_nodes=2, active=[True, False, True, False])
+    assert set(even[0, :4].tolist()) in ({0, 1, 2, 3}, {4, 5, 6, 7})
+    assert set(even[0, 8:12].tolist()) in ({0, 1, 2, 3}, {4, 5, 6, 7})
+
+
+@pytest.mark.parametrize("active", [[False] * 2, [True], [1, 0], [True, False]])
+def test_a_mask_that_leaves_too_few_slots_or_fits_no_ranks_is_refused(active):
+    with pytest.raises(PlanError, match="EPLB-P006"):
+        rebalance_experts(np.ones((1, 8)), 8, num_ranks=2, active=active)

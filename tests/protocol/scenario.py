@@ -20,12 +20,11 @@ and a letter for another process that is the same rank:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from eplb_core.errors import EplbError, error_for
-from eplb_core.voting.meeting import whom
 from eplb_core.voting.operations import Count, Get, Operation, Pause, Put, PutFirst, Refusal
 from eplb_core.voting.roll import Post, Roll, post_key
 from eplb_core.voting.vote import Vote, all_agree
@@ -43,6 +42,11 @@ class Voting:
 
     vote: Vote
     steps: Any
+
+
+def whom(waiting_for: Mapping[int, str], members: Sequence[int]) -> str:
+    """Name the members that a meeting waits for."""
+    return ", ".join(f"rank {rank} {why}".strip() for rank, why in sorted(waiting_for.items())) or f"ranks {members}"
 
 
 @dataclass

@@ -23,7 +23,7 @@ def columns(peers: list[int]) -> MoveColumns:
     st.integers(1, 2),
 )
 def test_a_rows_number_leads_to_its_address_and_size(nbytes, num_experts, num_slots):
-    index = RowIndex.of(nbytes, num_experts)
+    index = RowIndex.of(nbytes, [num_experts] * len(nbytes))
     flat = [size for layer in nbytes for size in layer]
     rng = np.random.default_rng(len(flat))
     bases = rng.integers(1, 2**40, (num_slots, len(flat))).astype(np.uint64)
@@ -45,7 +45,7 @@ def test_a_rows_number_leads_to_its_address_and_size(nbytes, num_experts, num_sl
 
 
 def test_indices_are_what_nixl_takes():
-    index = RowIndex.of([[8, 8]], 4)
+    index = RowIndex.of([[8, 8]], [4])
     assert index.rows(0, 0, np.array([1]), np.array([2])).dtype == np.int32
 
 

@@ -101,7 +101,8 @@ class NixlBackend:
     def register_buffers(self, buffers: Buffers) -> LocalMetadata:
         with self._agent.lock:
             self._life.registering()
-            index = RowIndex.of([[rows.shape[1] for rows in layer] for layer in buffers.rows], len(buffers.rows[0][0]))
+            nbytes = [[rows.shape[1] for rows in layer] for layer in buffers.rows]
+            index = RowIndex.of(nbytes, [len(layer[0]) for layer in buffers.rows])
             landing = Landing(self._agent, buffers)
             try:
                 exposure = expose(self._agent, self._context, self._options.mode, buffers, landing)

@@ -24,8 +24,10 @@ class RowIndex:
     ----------
     nbytes : tuple of IntArray
         ``[num_layers]`` of ``[num_tensors]``, bytes of one expert's row.
-    num_experts : int
-        Rows of every tensor.
+    num_experts : IntArray
+        ``[len(flat)]``, rows of each tensor that has bytes.
+    num_rows : int
+        Rows of one slot.
     starts : tuple of IntArray
         ``[num_layers]`` of ``[num_tensors]``: number of the tensor's first row; -1 for rows without bytes, which NIXL
         cannot describe and no plan names.
@@ -34,28 +36,26 @@ class RowIndex:
     """
 
     nbytes: tuple[IntArray, ...]
-    num_experts: int
+    num_experts: IntArray
+    num_rows: int
     starts: tuple[IntArray, ...]
     flat: IntArray
 
     @classmethod
-    def of(cls, nbytes: Sequence[Sequence[int]], num_experts: int) -> RowIndex:
-        """Build it from ``[num_layers][num_tensors]`` bytes of a row, and the rows of every tensor."""
+    def of(cls, nbytes: Sequence[Sequence[int]], num_experts: Sequence[int]) -> RowIndex:
+        """Build it from ``[num_layers][num_tensors]`` bytes of a row, and the rows of each layer's tensors."""
         layers = tuple(np.array(layer, np.int64) for layer in nbytes)
         sizes = np.concatenate(layers) if layers else np.zeros(0, np.int64)
-        starts = np.where(sizes > 0, (np.cumsum(sizes > 0) - 1) * num_experts, -1)
+        counts = np.repeat(np.array(num_experts, np.int64), [len(layer) for layer in layers]) * (sizes > 0)
+        starts = np.where(sizes > 0, np.cumsum(counts) - counts, -1)
+        flat = np.flatnonzero(sizes)
         ends = np.cumsum([len(layer) for layer in layers])[:-1]
-        return cls(layers, num_experts, tuple(np.split(starts, ends)), np.flatnonzero(sizes))
+        return cls(layers, counts[flat], int(counts.sum()), tuple(np.split(starts, ends)), flat)
 
     @property
     def num_tensors(self) -> int:
         """Tensors over all layers, those without bytes included."""
         return sum(map(len, self.nbytes))
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of one slot."""
-        return len(self.flat) * self.num_experts
 
     def blocks(self, bases: AddressArray, device_index: int) -> AddressArray:
         """Describe every row of a rank, slot by slot.
@@ -74,7 +74,8 @@ class RowIndex:
         """
         nbytes = np.concatenate(self.nbytes)[self.flat]
         chosen = bases[:, self.flat]
-        return blocks_of(chosen.reshape(-1), np.tile(nbytes, len(chosen)), self.num_experts, device_index)
+        counts = np.tile(self.num_experts, len(chosen))
+        return blocks_of(chosen.reshape(-1), np.tile(nbytes, len(chosen)), counts, device_index)
 
     def rows_apart(self, addresses: AddressArray, device_index: int) -> AddressArray:
         """Describe every row of a rank whose rows lie apart.
@@ -99,7 +100,7 @@ class RowIndex:
         return (slot * self.num_rows + self.starts[layer][tensor] + row).astype(np.int32)
 
 
-def blocks_of(bases: AddressArray, nbytes: IntArray, num_rows: int, device_index: int) -> AddressArray:
+def blocks_of(bases: AddressArray, nbytes: IntArray, num_rows: int | IntArray, device_index: int) -> AddressArray:
     """Describe grids of rows by base and stride.
 
     Parameters
@@ -108,8 +109,8 @@ def blocks_of(bases: AddressArray, nbytes: IntArray, num_rows: int, device_index
         ``[num_blocks]``, addresses.
     nbytes : IntArray
         ``[num_blocks]``, bytes of a row, which is also the stride.
-    num_rows : int
-        Rows of each.
+    num_rows : int or IntArray
+        Rows of each, ``[num_blocks]`` or one number for all.
     device_index : int
         Where they lie.
 

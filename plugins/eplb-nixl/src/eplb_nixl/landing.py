@@ -30,8 +30,8 @@ class Landing:
     def __init__(self, agent: Agent, buffers: Buffers) -> None:
         self._agent = agent
         self._buffers = buffers
-        self._num_experts = buffers.rows[0][0].shape[0]
-        self._lists: dict[tuple[tuple[int, int], ...], Any] = {}
+        self._num_experts = [layer[0].shape[0] for layer in buffers.rows]
+        self._lists: dict[tuple[int, tuple[tuple[int, int], ...]], Any] = {}
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Return landing memory with a name each, to register."""
@@ -57,9 +57,10 @@ class Landing:
         else:
             memory = own[plan.slot][0]
             bases = [own[plan.slot][tensor].data_ptr() for tensor in tensors.tolist()]
-        key = tuple(zip(bases, nbytes.tolist(), strict=True))
+        num_rows = self._num_experts[plan.layer]
+        key = (num_rows, tuple(zip(bases, nbytes.tolist(), strict=True)))
         if key not in self._lists:
             device = memory.device
-            blocks = blocks_of(np.array(bases, np.uint64), nbytes, self._num_experts, device_index_of(device))
+            blocks = blocks_of(np.array(bases, np.uint64), nbytes, num_rows, device_index_of(device))
             self._lists[key] = self._agent.prepare(None, blocks, memory_type_of(device))
-        return self._lists[key], (grid.reshape(-1) * self._num_experts + receives.row).astype(np.int32)
+        return self._lists[key], (grid.reshape(-1) * num_rows + receives.row).astype(np.int32)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eplb_core.bench.specs import TensorSpec
-from eplb_core.bench.tensors import ByteArray, byte_rows
 from eplb_core.errors import BenchError
+from eplb_core.sources.provider import ByteArray, byte_rows
+from eplb_core.sources.specs import TensorSpec
 
 # One expert a tensor, "model.layers.3.mlp.experts.17.gate_proj.weight", or all experts of a layer in one tensor,
 # "model.layers.3.mlp.experts.down_proj"; Mixtral's parent module is block_sparse_moe. Shared experts do not match.
 _NAME = re.compile(r"(?P<prefix>(?:.*\.)?layers\.(?P<layer>\d+)\.(?:.*\.)?experts\.)(?:(?P<expert>\d+)\.)?(?P<part>.+)")
-_ENGINE_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_ENGINE_NAMES = {"gate_up_proj": "w13", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _UP_OF = {"gate_proj": "up_proj", "w1": "w3"}
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
