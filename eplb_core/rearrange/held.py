@@ -14,7 +14,7 @@ from eplb_core.memory.commit import CommitCopies
 from eplb_core.plan.maps import check_maps, map_digest
 
 if TYPE_CHECKING:
-    from eplb_core.rearrange.succession import Inheritance
+    from eplb_core.rearrange.inheritance import Inheritance
 
 UNKNOWN = -2
 """In a placement: nobody has told what this row holds."""
@@ -202,6 +202,10 @@ class HeldPlacement:
         held = (self.map if layers is None else self.map[list(layers)])[:, slots]
         wrong = np.argwhere((held != old[:, slots]) & (held != UNKNOWN))
         return None if len(wrong) == 0 else (int(wrong[0, 0]), int(slots[wrong[0, 1]]))
+
+    def known_map(self) -> IntArray | None:
+        """Return the map that holds now; None as long as nobody knows."""
+        return self.map if self.known else None
 
     def own_columns(self, rank: int) -> IntArray:
         """Return what this rank's rows hold, ``[num_layers, num_local]``."""

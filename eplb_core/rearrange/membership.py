@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from eplb_core.rearrange.begin import poisoning
-from eplb_core.rearrange.succession import Inheritance, arguments_of, check_succession
+from eplb_core.rearrange.inheritance import Inheritance
+from eplb_core.rearrange.succession import arguments_of, check_succession
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +55,7 @@ class ChangingMembers:
         Parameters
         ----------
         control : ControlPlane
-            Of the new group, over another store than this communicator's, or a PrefixStore of its own in it.
+            Control plane of the new group, over another store than this one's, or a PrefixStore of its own in it.
         rank_mapping : mapping of int to int, or sequence of int
             New rank of every old rank; -1 for one that leaves. `eplb_core.translate_map` translates maps with it.
         weights : sequence of sequence of torch.Tensor or None
@@ -62,7 +63,7 @@ class ChangingMembers:
         timeout_s : float or None
             Limit, seconds; the configuration's by default.
         device_group : ProcessGroup or None
-            Of the new group, for backends that use one.
+            The host's group of the new ranks, for backends that use one.
         landing : as in `Communicator`, or None
             Landing rows of the host's own, others than this communicator's.
         observers : sequence of object
@@ -91,7 +92,8 @@ class ChangingMembers:
         build: Callable[..., Self] = type(self)
         new = build(control=control, **arguments, **more)
         try:
-            new._state.held.inherited = Inheritance(self._state.held, mapping, control.world_size)
+            held, world_size = self._state.held, control.world_size
+            new._state.held.inherited = Inheritance(held.known_map, held.num_local, mapping, world_size)
             new.connect(timeout_s)
         except BaseException:
             new.close(force=True)

@@ -119,7 +119,7 @@ def given(what: str) -> tuple[list[list[torch.Tensor]], list[list[str]]]:
 
 
 WANTED = {
-    "one layer more": ("EPLB-M002", "Missing on rank 0: [(2, 'w13_weight'), (2, 'w2_weight'), (2, 'w13_scale')]."),
+    "one layer more": ("EPLB-M002", "Missing on rank 0: [(2, 'w13_scale'), (2, 'w13_weight'), (2, 'w2_weight')]."),
     "another dtype": ("EPLB-M004", "dtype mismatch", "(1, 'w13_weight')"),
     "quantised": ("EPLB-M002", "Missing on rank 0: [(1, 'w13_zero_point')]."),
     "without scales": ("EPLB-M002", "Missing on rank 2: [(1, 'w13_scale')]."),
