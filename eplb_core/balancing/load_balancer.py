@@ -263,11 +263,10 @@ class LoadBalancer(Draining):
         self._close(together=True)
 
     def _close(self, *, together: bool) -> None:
-        if self._core.is_inherited:
-            return
-        self._check_outside_step("close()")
-        self._closed = True
-        self._stop(together=together)
+        if not self._core.is_inherited:
+            self._check_outside_step("close()")
+            self._closed = True
+            self._stop(together=together)
 
     def _stop(self, *, together: bool) -> None:
         if self._stopped:  # else a stop that was interrupted, or whose worker did not end, is taken up again

@@ -4,48 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from eplb_core.arrays import IntArray
 from eplb_core.control.plane import ControlPlane
 from eplb_core.discovery.usable import why_not_elastic
 from eplb_core.errors import ConfigError, MetadataError
-from eplb_core.plan.translation import checked_mapping, translate_map
+from eplb_core.plan.translation import checked_mapping
 from eplb_core.voting.roll import Post, post_key
 from eplb_core.wire.envelope import MessageScope
 
 if TYPE_CHECKING:
-    from eplb_core.rearrange.held import HeldPlacement
     from eplb_core.rearrange.lives import Lives
     from eplb_core.rearrange.setup import Setup
 
 _POST_NBYTES = 1 << 20
-
-
-class Inheritance:
-    """What the communicator before this one holds, in the numbers of this one.
-
-    Parameters
-    ----------
-    held : HeldPlacement
-        Of the one before, which may go on rearranging meanwhile.
-    mapping : dict of int to int
-        Old rank to new rank; -1 for one that leaves.
-    world_size : int
-        Ranks of the new group.
-    """
-
-    def __init__(self, held: HeldPlacement, mapping: dict[int, int], world_size: int) -> None:
-        self._held = held
-        self._mapping = mapping
-        self._world_size = world_size
-        self.continuing = frozenset(after for after in mapping.values() if after >= 0)
-        """Ranks of the new group that were in the old one."""
-
-    def map(self) -> IntArray | None:
-        """Return the map that holds now; None as long as nobody knows."""
-        held = self._held
-        if not held.known:
-            return None
-        return translate_map(held.map, self._mapping, held.num_local, self._world_size)
 
 
 def check_succession(lives: Lives, setup: Setup, control: object, rank_mapping: object) -> dict[int, int]:
