@@ -128,8 +128,8 @@ class Communicator(ChangingMembers):
 
     @property
     def usable(self) -> bool:
-        """Is the communicator usable: neither poisoned nor closed?"""
-        return not (self._state.closed or self._state.poisoned)
+        """Is the communicator usable: neither poisoned nor closed, nor suspended?"""
+        return not (self._state.closed or self._state.poisoned or self._state.suspended)
 
     # --- rearranging -------------------------------------------------------------------------------------------------
 

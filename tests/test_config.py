@@ -27,6 +27,7 @@ DEFAULTS = {
     "max_ops_per_batch": 32,
     "on_failure": "raise",
     "fallback": None,
+    "elastic": False,
     "max_bandwidth_gbps": None,
 }
 

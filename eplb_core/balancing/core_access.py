@@ -219,7 +219,8 @@ class CoreAccess:
 
         Where they do not come together, the communicator is to be rebuilt before it is used again.
         """
-        if not self.communicator.usable or self.communicator.epoch != self._worked_in:
+        anew = self._epoch.members is None or self.communicator.epoch != self._worked_in
+        if not self.communicator.usable or anew:
             return  # it is to be rebuilt, or was: a new epoch begins with equal generations
         state, members = self.communicator._state, self.members
 

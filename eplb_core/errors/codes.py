@@ -807,6 +807,17 @@ _add(
     ],
     solutions=["look at the reason", "CheckpointSource(..., tensors=tensor_names) says which tensor is which"],
 )
+_add(
+    "EPLB-T025",
+    "Communicator {name!r} is suspended.",
+    meaning="Nothing is registered with the backend: the host called suspend() to free, move or reload its weights.",
+    when="In every use between suspend() and resume() but close(), on this rank.",
+    situations=["a LoadBalancer was not closed before its communicator was suspended", "resume() failed"],
+    solutions=[
+        "call resume() once the weights are there again",
+        "close the LoadBalancer first, or let it adopt() later",
+    ],
+)
 
 # --- B: bench and demo ------------------------------------------------------------------------------------------------
 

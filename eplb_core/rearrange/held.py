@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +11,7 @@ import numpy.typing as npt
 from eplb_core.arrays import IntArray
 from eplb_core.memory.commit import CommitCopies
 from eplb_core.plan.maps import check_maps, map_digest
-
-if TYPE_CHECKING:
-    from eplb_core.rearrange.inheritance import Inheritance
+from eplb_core.rearrange.inheritance import Inheritance
 
 UNKNOWN = -2
 """In a placement: nobody has told what this row holds."""

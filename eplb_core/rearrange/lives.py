@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from eplb_core.backend.toolkit import Deadline
@@ -19,6 +20,7 @@ from eplb_core.rearrange.entrance import Entrance
 from eplb_core.rearrange.epoch import Epoch
 from eplb_core.rearrange.retirement import Retirement
 from eplb_core.rearrange.setup import Setup, set_up
+from eplb_core.rearrange.sleep import Asleep, awakened, put_to_sleep
 from eplb_core.voting.meeting import Meeting
 from eplb_core.voting.operations import Refusal, perform
 
@@ -62,6 +64,7 @@ class Lives:
         self._process = ProcessIdentity.mine()
         self._client: StoreClient | None = None
         self._keys: tuple[set[str], set[str]] = (set(), set())
+        self._asleep: Asleep = []
 
     @property
     def rank(self) -> int:
@@ -150,6 +153,29 @@ class Lives:
             except Exception as error:
                 self._state.poison(_typed(error, self.rank, where), where)
                 raise
+
+    def suspend(self) -> None:
+        """End the current epoch, and keep no memory of the host's alive; local."""
+        self.finish()
+        self._retirement.retire(self.epoch, host_landing=self.host_landing is not None, new_landing=False)
+        self._drop_client(another_store=False)
+        self._asleep = put_to_sleep(self._setup.layout)
+
+    def resume(
+        self,
+        weights: Sequence[Sequence[torch.Tensor]] | None,
+        landing: Sequence[Sequence[torch.Tensor]] | None,
+        device_group: Any,
+    ) -> None:
+        """Build the next epoch, over the same members; local. See `Communicator.resume`."""
+        before = self._setup
+        layout = awakened(before.layout, self._asleep, weights)
+        given = None if landing is None else check_landing(landing, layout, staging_layers=before.config.staging_layers)
+        self._setup = replace(before, layout=layout)
+        self.host_landing = self.host_landing if given is None else given
+        self._device_group = self._device_group if device_group is None else device_group
+        with self.telling_the_others(self.epoch.asked):
+            self.epoch = self._build(self.epoch.asked)
 
     def take_backend(self, name: str) -> None:
         """Take another backend, with its default options, from the next `renew` on; EplbError where it cannot be."""

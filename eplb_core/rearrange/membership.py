@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from eplb_core.errors import PlanError
 from eplb_core.rearrange.begin import poisoning
 from eplb_core.rearrange.inheritance import Inheritance
 from eplb_core.rearrange.succession import arguments_of, check_succession
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
     from typing_extensions import Self
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ChangingMembers:
-    """Base of `Communicator`: other members, a larger or smaller group."""
+    """Base of `Communicator`: other members, a larger or smaller group, weights that sleep."""
 
     _lives: Lives
     _state: CommunicatorState
@@ -55,7 +57,7 @@ class ChangingMembers:
         Parameters
         ----------
         control : ControlPlane
-            Control plane of the new group, over another store than this one's, or a PrefixStore of its own in it.
+            Over another store than this communicator's, or a PrefixStore of its own in it; new numbers.
         rank_mapping : mapping of int to int, or sequence of int
             New rank of every old rank; -1 for one that leaves. `eplb_core.translate_map` translates maps with it.
         weights : sequence of sequence of torch.Tensor or None
@@ -93,12 +95,72 @@ class ChangingMembers:
         new = build(control=control, **arguments, **more)
         try:
             held, world_size = self._state.held, control.world_size
-            new._state.held.inherited = Inheritance(held.known_map, held.num_local, mapping, world_size)
+            new._state.held.inherited = Inheritance(held.known_map, mapping, held.num_local, world_size)
             new.connect(timeout_s)
         except BaseException:
             new.close(force=True)
             raise
         return new
+
+    def suspend(self) -> None:
+        """Deregister everything: weights may be freed, offloaded, moved, reloaded by a training loop. Local.
+
+        From here to `resume` every use but `close` is refused (EPLB-T025). Members that go on meanwhile are told that
+        this rank left. A `LoadBalancer` is closed first, or adopts the communicator once it is resumed.
+
+        Raises
+        ------
+        PlanError
+            A rearrangement is open (EPLB-P004).
+        TransferError
+            Landing memory may still be written, and too much is quarantined already (EPLB-T009).
+        """
+        with self._state.calling(), self._state.committing():
+            self._state.check_open()
+            if self._state.open is not None:
+                raise PlanError("EPLB-P004", problem="suspend() while a rearrangement is open")
+            self._lives.suspend()
+            self._state.suspended = True
+
+    def resume(
+        self,
+        weights: Sequence[Sequence[torch.Tensor]] | None = None,
+        map: npt.ArrayLike | None = None,  # noqa: A002 - as every host calls it
+        *,
+        landing: Sequence[Sequence[torch.Tensor]] | None = None,
+        device_group: Any = None,
+    ) -> None:
+        """Register again after `suspend`. Local; the members meet anew at the next rearrangement or `connect`.
+
+        Parameters
+        ----------
+        weights : sequence of sequence of torch.Tensor or None
+            As many layers and experts as before, wherever they are now. None takes the same tensor objects with the
+            memory that they have now; they are not kept alive meanwhile.
+        map : array-like of int, [num_moe_layers, num_physical_experts], or None
+            What all rows hold, as in `Communicator.reloaded`; None: what they held before.
+        landing : sequence of sequence of torch.Tensor or None
+            New landing rows of the host, where it gave some.
+        device_group : ProcessGroup or None
+            A new one, for backends that use one.
+
+        Raises
+        ------
+        PlanError
+            It is not suspended (EPLB-P004), or the map has another shape (EPLB-P001).
+        ConfigError, MetadataError
+            The weights are gone, have another shape (EPLB-C010), or cannot be registered (EPLB-M001). It stays
+            suspended.
+        """
+        with self._state.calling():
+            self._state.check_not_closed()
+            if not self._state.suspended:
+                raise PlanError("EPLB-P004", problem="resume() without suspend()")
+            if map is not None:
+                self._state.held.reloaded(map)
+            self._lives.resume(weights, landing, device_group)
+            self._state.suspended = False
+            self._state.new_epoch(self._state.epoch)
 
     def rebuild(
         self,

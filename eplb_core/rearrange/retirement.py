@@ -72,14 +72,16 @@ class Retirement:
 
     def leave(self, epoch: Epoch, *, unclean: bool, force: bool, wait_s: float, hosts_store: bool) -> None:
         """Close the backend, tell the others, give the memory back; a step that fails does not stop the later ones."""
-        if epoch.retired and self._state.poisoned is None:  # it was trimmed, and has left already
+        if epoch.retired and self._state.poisoned is None:  # it was trimmed, or sleeps, and has left already
             epoch.setup.layout.let_go()
             return
-        safe = self._close_backend(epoch, force=unclean)
+        safe = epoch.retired or self._close_backend(epoch, force=unclean)
         members = epoch.members
         if members is not None:
             self._tell(members, unclean=unclean, force=force, stays_s=wait_s if hosts_store else 0.0)
-        if safe and self._give_landing_back(epoch):
+        if epoch.retired:  # its memory was given back, or is kept, already
+            epoch.setup.layout.let_go()
+        elif safe and self._give_landing_back(epoch):
             epoch.let_go()
             epoch.setup.layout.let_go()
         else:

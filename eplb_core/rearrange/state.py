@@ -65,6 +65,8 @@ class CommunicatorState:
         self._staging = StagingStats(0, 0, 0)
         self._poison: tuple[EplbError, str] | None = None
         self._closed = False
+        self.suspended = False
+        """Is nothing registered, from `suspend` to `resume`?"""
         self._leaving: EplbError | None = None
         self._pid = os.getpid()
         self._calls = _OneUser("a call while another thread is inside one")
@@ -135,6 +137,12 @@ class CommunicatorState:
         logger.warning("%s: %s", self.name, text)
 
     def check_open(self) -> None:
+        """Raise when it was closed (EPLB-T008), made in another process (EPLB-T013), or is suspended (EPLB-T025)."""
+        self.check_not_closed()
+        if self.suspended:
+            raise TransferError("EPLB-T025", name=self.name)
+
+    def check_not_closed(self) -> None:
         """Raise when it was closed (EPLB-T008), or made in another process (EPLB-T013)."""
         if self.forked:
             raise TransferError("EPLB-T013", name=self.name, pid=self._pid)
@@ -147,7 +155,7 @@ class CommunicatorState:
         Raises
         ------
         TransferError
-            Closed (EPLB-T008), or made in another process (EPLB-T013).
+            Closed (EPLB-T008), made in another process (EPLB-T013), or suspended (EPLB-T025).
         PoisonedError
             Poisoned (EPLB-T004).
         """

@@ -84,7 +84,7 @@ class Engine:
             "steps": self._steps,
             "commits": self._commits,
             "used": self._used,
-            "keys": self._rank.store().num_keys(),
+            "keys": sorted(key for key in self._rank.store().list_keys() if "eplb/" in key),
         }
 
     # --- a group that changes -----------------------------------------------------------------------------------------
