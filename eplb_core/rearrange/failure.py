@@ -84,7 +84,7 @@ class FailurePath:
             self.store_lost(gone, where)
         except Exception as second:
             if self._state.poisoned is None:  # for instance EPLB-T016: nothing may stay half open
-                named = second if isinstance(second, EplbError) else refusal_of(second, self._epoch.rank, where)
+                named = refusal_of(second, self._epoch.rank, where)
                 self._leave(named, where, undrained=not self._moving.drain(str(second)), poisoned=True)
             raise
 
@@ -152,5 +152,7 @@ class FailurePath:
 
 
 def refusal_of(error: Exception, rank: int, where: str) -> EplbError:
-    """Make a typed error of any exception."""
+    """Make a typed error of any exception that is none yet."""
+    if isinstance(error, EplbError):
+        return error
     return error_for("EPLB-T007", rank=rank, where=where, reason=describe(error))

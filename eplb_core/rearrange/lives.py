@@ -15,9 +15,9 @@ from eplb_core.backend.toolkit import Deadline
 from eplb_core.control.process import ProcessIdentity
 from eplb_core.control.store import StoreClient, StoreGone
 from eplb_core.errors import EplbError, TransferError, error_for
-from eplb_core.errors.texts import describe
 from eplb_core.rearrange.entrance import Entrance
 from eplb_core.rearrange.epoch import Epoch
+from eplb_core.rearrange.failure import refusal_of
 from eplb_core.rearrange.retirement import Retirement
 from eplb_core.rearrange.setup import Setup, set_up
 from eplb_core.rearrange.sleep import Asleep, awakened, put_to_sleep
@@ -141,37 +141,35 @@ class Lives:
 
     def trim(self) -> None:
         """End the current epoch; the next is built when it is entered. See `Communicator.trim`."""
-        if not self.epoch.retired:
-            self._retirement.retire(self.epoch, host_landing=self.host_landing is not None, new_landing=False)
-            self._drop_client(another_store=False)
-            self._state.nbytes_spare = 0
+        self._retirement.retire(self.epoch, host_landing=self.host_landing is not None, new_landing=False)
+        self._drop_client(another_store=False)
+        self._state.nbytes_spare = 0
 
     def _build_next(self, members: Sequence[int], where: str) -> None:
         with self.telling_the_others(members):
             try:
                 self.epoch = self._build(members)
             except Exception as error:
-                self._state.poison(_typed(error, self.rank, where), where)
+                self._state.poison(refusal_of(error, self.rank, where), where)
                 raise
 
     def suspend(self) -> None:
         """End the current epoch, and keep no memory of the host's alive; local."""
         self.finish()
-        self._retirement.retire(self.epoch, host_landing=self.host_landing is not None, new_landing=False)
-        self._drop_client(another_store=False)
+        self.trim()
         self._asleep = put_to_sleep(self._setup.layout)
 
     def resume(
         self,
-        weights: Sequence[Sequence[torch.Tensor]] | None,
-        landing: Sequence[Sequence[torch.Tensor]] | None,
+        weights: Sequence[Sequence[torch.Tensor | Sequence[torch.Tensor]]] | None,
+        landing: Any,
         device_group: Any,
     ) -> None:
         """Build the next epoch, over the same members; local. See `Communicator.resume`."""
-        before = self._setup
-        layout = awakened(before.layout, self._asleep, weights)
-        given = None if landing is None else check_landing(landing, layout, staging_layers=before.config.staging_layers)
-        self._setup = replace(before, layout=layout)
+        layout = awakened(self._setup.layout, self._asleep, weights)
+        setup = replace(self._setup, layout=layout)
+        given = setup.take_landing(landing)
+        self._setup = setup
         self.host_landing = self.host_landing if given is None else given
         self._device_group = self._device_group if device_group is None else device_group
         with self.telling_the_others(self.epoch.asked):
@@ -207,7 +205,7 @@ class Lives:
         try:
             yield
         except Exception as error:
-            refusal = error_for("EPLB-M006", rank=self.rank, reason=str(_typed(error, self.rank, "construction")))
+            refusal = error_for("EPLB-M006", rank=self.rank, reason=str(refusal_of(error, self.rank, "construction")))
             everyone = tuple(range(self.control.world_size)) if members is None else tuple(members)
             try:
                 self._refuse(refusal, everyone)
@@ -299,9 +297,3 @@ def _dropped(lives: Lives, pid: int) -> None:
     logger.warning("%s: dropped without close()", lives._name)
     with suppress(EplbError):
         lives.end(force=True)
-
-
-def _typed(error: Exception, rank: int, where: str) -> EplbError:
-    if isinstance(error, EplbError):
-        return error
-    return error_for("EPLB-T007", rank=rank, where=where, reason=describe(error))
