@@ -128,7 +128,7 @@ def fail_often(rank, world, port):
     ]
     config = engines.configuration(OURS, use_async=True, step_interval=3)
     with engines.groups(rank, world, port, config), faults.injected(*mine):
-        engine = engines.Engine(config, rank, world, layers=5)
+        engine = engines.Engine(config, rank, world, layers=5, redundant=6)
         engine.start()
         faults.serve(engine, 150)
         faults.serve(engine, 60, pause_s=3 * LIMIT_S / 60)
