@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from eplb_core.rearrange.rearrangement import Rearrangement
+    from eplb_core import Rearrangement
 
 IntArray = npt.NDArray[np.int64]
 

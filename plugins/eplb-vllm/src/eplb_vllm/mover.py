@@ -18,8 +18,7 @@ from eplb_vllm.cycle import Cycle, IntArray, RearrangeFailedError
 if TYPE_CHECKING:
     import torch
 
-    from eplb_core import Communicator
-    from eplb_core.rearrange.rearrangement import Rearrangement
+    from eplb_core import Communicator, Rearrangement
 
 Tensors = Sequence["torch.Tensor"]
 
