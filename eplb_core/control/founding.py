@@ -13,6 +13,7 @@ from eplb_core.control.hosts import Location, read_boot_id, read_network_id, why
 from eplb_core.control.listen import Ports, check_listening, checked_ports, listen
 from eplb_core.control.opening import open_client
 from eplb_core.control.presence import Presence
+from eplb_core.control.renewal import Standby, host_store
 from eplb_core.control.sockets import written
 from eplb_core.control.store import StoreGone, first_line
 from eplb_core.errors import ConfigError
@@ -38,6 +39,10 @@ class Founded:
         Watches which other ranks are there; at rank 0 only.
     hosts : mapping of int to str
         Address of every rank.
+    standby : Standby or None
+        This rank's port for a later store.
+    standby_ports : mapping of int to int
+        Those of all ranks that keep one.
     """
 
     store: Any
@@ -46,9 +51,11 @@ class Founded:
     location: Location
     presence: Presence | None
     hosts: Mapping[int, str]
+    standby: Standby | None
+    standby_ports: Mapping[int, int]
 
 
-def found(group: Any, host: object, ports: object, timeout_s: float) -> Founded:
+def found(group: Any, host: object, ports: object, timeout_s: float, *, standby: bool = False) -> Founded:
     """Found a store at group rank 0 and connect every rank to it; collective, on all ranks or on none.
 
     Notes
@@ -58,6 +65,7 @@ def found(group: Any, host: object, ports: object, timeout_s: float) -> Founded:
     """
     rank, world_size = int(group.rank()), int(group.size())
     store: Any = None
+    kept: Standby | None = None
     try:
         refusal: ConfigError | None = None
         mine: dict[str, Any] = {}
@@ -65,12 +73,14 @@ def found(group: Any, host: object, ports: object, timeout_s: float) -> Founded:
             location, allowed = locate(host, ports, timeout_s / 2)  # the others wait for this rank no longer than that
             mine = {"location": location.to_json(), "ports": allowed, "port": 0}
             if rank == 0:
-                store, mine["port"] = _host_store(location.host, allowed, world_size, timeout_s)
+                store, mine["port"] = _hosted(location.host, allowed, world_size, timeout_s)
+            kept, mine["standby"] = _kept(location.host, allowed, world_size) if standby else (None, 0)
         except ConfigError as error:
             refusal = error
         records = _gather(group, mine, refusal, timeout_s, "the process group moved no small CPU tensor")
         locations = {peer: Location.from_json(record["location"]) for peer, record in enumerate(records)}
-        _check_all(locations, [record["ports"] for record in records])
+        ports_kept = {peer: int(record["standby"]) for peer, record in enumerate(records) if record.get("standby")}
+        _check_all(locations, [record["ports"] for record in records], set(ports_kept))
         port = int(records[0]["port"])
         mine = {"address": ""}
         try:
@@ -83,11 +93,12 @@ def found(group: Any, host: object, ports: object, timeout_s: float) -> Founded:
         records = _gather(group, mine, refusal, timeout_s, "a rank was lost before all had reached the store")
     except BaseException:
         store = None  # the frames of the error would keep it alive
+        kept = None  # which gives its port up
         raise
     addresses = {peer: str(record["address"]) for peer, record in enumerate(records)}
     hosts = {peer: location.host for peer, location in locations.items()}
     presence = Presence(port, addresses) if rank == 0 else None
-    return Founded(store, rank, world_size, locations[rank], presence, hosts)
+    return Founded(store, rank, world_size, locations[rank], presence, hosts, kept, ports_kept)
 
 
 def locate(host: object, ports: object, timeout_s: float) -> tuple[Location, Ports | None]:
@@ -97,24 +108,18 @@ def locate(host: object, ports: object, timeout_s: float) -> tuple[Location, Por
     return Location(read_boot_id(), read_network_id(), where, host is not None, loopback), allowed
 
 
-def _host_store(host: str, ports: Ports | None, world_size: int, timeout_s: float) -> tuple[Any, int]:
-    import torch.distributed as dist
-
-    # A listener of our own: torch's would listen on every interface of the machine. Every rank knocks, then connects.
-    listener = listen(host, ports, backlog=2 * world_size + 16)
+def _hosted(host: str, ports: Ports | None, world_size: int, timeout_s: float) -> tuple[Any, int]:
+    listener = listen(host, ports, backlog=2 * world_size + 16)  # every rank knocks, then connects
     port = int(listener.getsockname()[1])
-    limit = timedelta(seconds=timeout_s)
-    try:
-        store = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
-        )
-    except RuntimeError as error:
-        problem = f"no store can be hosted at {written((host, port))}: {first_line(error)}"
-        raise ConfigError("EPLB-C009", problem=problem) from error
-    return store, port
+    return host_store(listener, host, timeout_s), port
 
 
-def _check_all(locations: Mapping[int, Location], ports: Sequence[Any]) -> None:
+def _kept(host: str, ports: Ports | None, world_size: int) -> tuple[Standby, int]:
+    standby = Standby(host, ports, backlog=2 * world_size + 16)
+    return standby, standby.port
+
+
+def _check_all(locations: Mapping[int, Location], ports: Sequence[Any], standby: set[int]) -> None:
     """Check all locations together; every rank comes to the same answer."""
     problem = why_unreachable(locations)
     if problem is not None:
@@ -123,9 +128,14 @@ def _check_all(locations: Mapping[int, Location], ports: Sequence[Any]) -> None:
     users = Counter((locations[rank].network_id, tuple(each)) for rank, each in enumerate(ports) if each is not None)
     for (network, (low, high)), count in users.items():
         needed = count + (locations[0].network_id == network and ports[0] == [low, high])
+        needed += sum(locations[rank].network_id == network and ports[rank] == [low, high] for rank in standby)
         if needed > high - low + 1:
             problem = f"ports={(low, high)} are too few for {count} rank(s) of one host, which need {needed}"
-            raise ConfigError("EPLB-C009", problem=problem, detail="A port for each, and one for the store.")
+            raise ConfigError(
+                "EPLB-C009",
+                problem=problem,
+                detail="A port for each, one for the store, and one for each with standby.",
+            )
 
 
 def _gather(

@@ -10,13 +10,14 @@ from eplb_core.control.hosts import Location
 from eplb_core.control.listen import Ports, checked_ports
 from eplb_core.control.opening import Opened, address_of, checked_limit, open_again
 from eplb_core.control.presence import Presence
+from eplb_core.control.renewal import Renewable, Standby
 from eplb_core.control.store import StoreClient, StoreGone
 from eplb_core.errors import ConfigError
 
 _TIMEOUT_S = 60.0
 
 
-class ControlPlane:
+class ControlPlane(Renewable):
     """How the ranks of one expert-parallel group talk about a rearrangement.
 
     Build it with `from_process_group` or `from_store`. One control plane serves several communicators, told apart by
@@ -67,6 +68,8 @@ class ControlPlane:
         self._is_own = False  # True for a store that `from_process_group` made: it holds no other group's keys
         self._claims = Claims()
         self._hosts: dict[int, str] = {}
+        self._standby: Standby | None = None
+        self._standby_ports: dict[int, int] = {}
 
     @classmethod
     def from_store(
@@ -124,6 +127,7 @@ class ControlPlane:
         host: str | None = None,
         timeout_s: float = _TIMEOUT_S,
         ports: tuple[int, int] | None = None,
+        standby: bool = False,
     ) -> ControlPlane:
         """Use a group once, to agree on a store of our own; collective over the group.
 
@@ -141,6 +145,9 @@ class ControlPlane:
         ports : (int, int) or None
             Lowest and highest port that this rank may listen on (one for each communicator that connects, and at group
             rank 0 one for the store); None lets the system choose. Backends' connections are not among them.
+        standby : bool
+            Keep a port on this rank, at which it can host the next store when the host of this one has died: see
+            `renewed`.
 
         Returns
         -------
@@ -155,7 +162,7 @@ class ControlPlane:
         if not all(hasattr(group, method) for method in ("rank", "size", "allgather")):
             problem = f"expected a torch.distributed.ProcessGroup, got {type(group).__name__}"
             raise ConfigError("EPLB-C009", problem=problem)
-        made = found(group, host, ports, checked_limit(timeout_s))
+        made = found(group, host, ports, checked_limit(timeout_s), standby=standby)
         control = cls(
             made.store,
             made.rank,
@@ -167,6 +174,7 @@ class ControlPlane:
             location=made.location,
         )
         control._presence, control._is_own, control._hosts = made.presence, True, dict(made.hosts)
+        control._standby, control._standby_ports = made.standby, dict(made.standby_ports)
         return control
 
     # --- where this rank is ------------------------------------------------------------------------------------------
