@@ -57,13 +57,19 @@ def test_a_code_is_recognised_however_it_is_written(asked):
     assert run(asked).stdout == run("EPLB-T003").stdout != ""
 
 
+def shape(text):
+    """Two codes may have one text: of a rank that does not come, and of one that could not be started."""
+    return re.sub(r"\{[^}]*\}", "{}", text).rstrip(".")
+
+
 @pytest.mark.parametrize("code", CATALOGUE)
 def test_a_whole_message_without_its_code_is_recognised(code):
     text = CATALOGUE[code].text
     numbers = dict.fromkeys(re.findall(r"\{(\w+):", text), 2.5)
     fields = {name: f"some {name}" for name in re.findall(r"\{([a-z_]+)", text)} | numbers
     message = text.format(*["this"] * len(re.findall(r"\{\d", text)), **fields)
-    assert find_text(f"rank 3: SomeError: {message} And more detail.") == code
+    said_alike = {other for other, entry in CATALOGUE.items() if shape(entry.text) == shape(text)}
+    assert find_text(f"rank 3: SomeError: {message} And more detail.") in said_alike
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,9 @@ class Voting:
 
 def whom(waiting_for: Mapping[int, str], members: Sequence[int]) -> str:
     """Name the members that a meeting waits for."""
-    return ", ".join(f"rank {rank} {why}".strip() for rank, why in sorted(waiting_for.items())) or f"ranks {members}"
+    return (
+        ", ".join(f"rank {rank} {why}".strip() for rank, why in sorted(waiting_for.items())) or f"ranks {list(members)}"
+    )
 
 
 @dataclass

@@ -75,10 +75,10 @@ def test_arbitrary_bytes_are_refused(payload):
 @pytest.mark.parametrize(
     ("offset", "value", "problem"),
     [
-        (4, b"\x02\x00", "format 2"),
+        (4, b"\x03\x00", "format 3"),
         (6, b"\x09", "does not exist"),
         (7, b"\x02", "does not exist"),
-        (16, b"\xff\xff\xff\xff", "header promises"),
+        (16, b"\xff\xff\xff\xff", "addresses"),
         (20, b"\x00\x00\x00\x00", "header promises"),
     ],
 )

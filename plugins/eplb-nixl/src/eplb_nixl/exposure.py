@@ -146,7 +146,7 @@ def _too_scattered(live: list[tuple[str, torch.Tensor]]) -> str:
     return f"experts in tensors of their own make {num_pieces} pieces of memory, more than {_MOST_PIECES}"
 
 
-def _choose(agent: Agent, live: list[tuple[str, torch.Tensor]], scattered: str) -> tuple[Mode, str]:
+def _choose(agent: Agent, live: list[tuple[str, torch.Tensor]], scattered: str = "") -> tuple[Mode, str]:
     """Choose zero-copy where the live weights can be registered and read where they lie."""
     if scattered:
         return "staged", scattered

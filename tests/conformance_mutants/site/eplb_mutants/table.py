@@ -67,7 +67,9 @@ MUTANTS = {
     "cuts_long_lists": Mutant("moved", "many_rows_and_large_ones_travel", "moves 1024 rows at most"),
     "counts_its_own_moves": Mutant("moved", "a_rank_without_moves_keeps_step", "counts only the transfers it moves in"),
     "empty_receipts": Mutant("moved", "receipts_count_the_bytes", "says that nothing was moved"),
-    "ignores_own_landing": Mutant("moved", "the_hosts_landing_rows_are_used", "never looks at landing_rows"),
+    "ignores_own_landing": Mutant(
+        "moved", "the_hosts_landing_rows_are_used", "never looks at landing_rows", {"landing_layout": "rows"}
+    ),
     "counts_from_a_base": Mutant(
         "moved", "experts_that_lie_apart_are_moved", "takes every expert of a list for the first one"
     ),
