@@ -5,10 +5,11 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # With torch: tests that start no ranks, and two that rearrange over torch_gloo. Left out are those that time.
-tests=(tests/test_{catalogue,checksums,config,discovery,hookspecs,layout,metadata,placement,plan,schedule,selection}.py
+tests=(tests/test_{catalogue,checksums,config,discovery,hookspecs,layout,metadata,plan,schedule,selection}.py
+    tests/balancing/test_placement.py
     plugins/eplb-gloo/tests/test_hooks.py)
 rearranging="every_row_is_where_the_new_map_says and 2-torch_gloo and not cupy"  # CuPy asks for a later numpy
-torchless=(tests/test_{config,discovery,hookspecs,placement}.py)
+torchless=(tests/test_{config,discovery,hookspecs}.py tests/balancing/test_placement.py)
 
 # The dependencies at their lowest, as pip reads them: numpy==1.26 pluggy==1.5 ...
 floors=$(.venv/bin/python - numpy pluggy pydantic <<'PY'
